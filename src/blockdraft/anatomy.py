@@ -1,0 +1,121 @@
+"""Where a causal language model keeps its parts: found by watching one forward pass, never by their names."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from blockdraft.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a target that others borrow.
+
+    Attributes:
+        embedding: ``weight [rows, hidden]``; any scale is applied by the model, outside this weight.
+        layers: the decoder layers in order.
+        final_norm: what stands between the last layer and the head, or None if nothing does.
+        head: maps ``[..., hidden]`` to ``[..., rows]``, before any soft cap or multiplier of the model.
+    """
+
+    embedding: nn.Embedding
+    layers: list[nn.Module]
+    final_norm: nn.Module | None
+    head: nn.Module
+
+
+@dataclass(eq=False)
+class _Call:
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    output: Any
+
+
+@contextmanager
+def _watched() -> Iterator[list[_Call]]:
+    calls: list[_Call] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        calls.append(_Call(module, inputs, output))
+
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The hidden states in what a decoder layer returned: the tensor itself or the first of a tuple."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def dissect(model: PreTrainedModel, ids: Tensor) -> tuple[Anatomy, Tensor]:
+    """Run ``ids`` ``[1, n]`` through the model once and find its parts.
+
+    Returns:
+        The anatomy, and the logits ``[1, n, rows]`` of this plain pass (the model's own attention, no cache).
+
+    Raises:
+        UsageError: a part cannot be found; names the part.
+    """
+    config = model.config.get_text_config()
+    with torch.inference_mode(), _watched() as calls:
+        logits = model(input_ids=ids, use_cache=False).logits
+
+    embedding = next(
+        (
+            c.module
+            for c in calls
+            if isinstance(c.module, nn.Embedding)
+            and c.module.num_embeddings >= config.vocab_size
+            and c.inputs
+            and isinstance(c.inputs[0], Tensor)
+            and torch.equal(c.inputs[0].reshape(-1), ids.reshape(-1))
+        ),
+        None,
+    )
+    layers = _decoder_layers(model, config.num_hidden_layers, [c.module for c in calls])
+    head_call = next(
+        (
+            c
+            for c in reversed(calls)
+            if isinstance(c.output, Tensor)
+            and c.output.shape[-1] == logits.shape[-1]
+            and getattr(c.module, "weight", None) is not None
+            and c.inputs
+            and isinstance(c.inputs[0], Tensor)
+        ),
+        None,
+    )
+    for part, found in (("token embedding", embedding), ("decoder layers", layers), ("output head", head_call)):
+        if not found:
+            raise UsageError(f"{type(model).__name__}: no {part} found in a forward pass; this model is not supported")
+    assert isinstance(embedding, nn.Embedding) and layers and head_call is not None
+    return Anatomy(embedding, layers, _final_norm(calls, head_call, layers[-1]), head_call.module), logits
+
+
+def _decoder_layers(model: nn.Module, count: int, called: list[nn.Module]) -> list[nn.Module] | None:
+    """The outermost ModuleList whose ``count`` members were all called."""
+    ran = {id(m) for m in called}
+    lists = [(name.count("."), m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    fitting = [(depth, list(m)) for depth, m in lists if len(m) == count and all(id(layer) in ran for layer in m)]
+    return min(fitting, key=lambda found: found[0])[1] if fitting else None
+
+
+def _final_norm(calls: list[_Call], head: _Call, last_layer: nn.Module) -> nn.Module | None:
+    """The module whose output is what the head read, unless that is the last layer itself."""
+    fed = head.inputs[0]
+    for call in reversed(calls[: calls.index(head)]):
+        output = call.output if isinstance(call.output, Tensor) else None
+        same = output is not None and output.untyped_storage().data_ptr() == fed.untyped_storage().data_ptr()
+        if same and call.module is not last_layer:
+            return call.module
+        if call.module is last_layer:
+            return None
+    return None

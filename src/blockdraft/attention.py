@@ -1,0 +1,143 @@
+"""Attention over a KVCache: one function and one mask that transformers' models of every family call.
+
+transformers lets a model's attention and mask building be replaced by name. The mask rules of a family (causal, sliding,
+chunked) arrive as index functions; here they are evaluated on the true *positions* of queries and keys, so that the same
+rules hold for ragged rows and for draft trees, where a slot in the buffer is not a position.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from blockdraft.cache import KVCache, Span
+
+NAME = "blockdraft"
+_cache: ContextVar[KVCache] = ContextVar("blockdraft_cache")
+
+
+@contextmanager
+def attending_over(cache: KVCache, config: PreTrainedConfig) -> Iterator[None]:
+    """Let a model attend over ``cache``; outside, its own attention implementation is in force again."""
+    own = config._attn_implementation
+    config._attn_implementation = NAME
+    token = _cache.set(cache)
+    try:
+        yield
+    finally:
+        _cache.reset(token)
+        config._attn_implementation = own
+
+
+def visibility(span: Span, rule: Callable[..., Tensor], device: torch.device) -> Tensor:
+    """Which key each new token sees: bool ``[rows, 1, count, end]``.
+
+    Args:
+        span: the forward pass.
+        rule: ``(batch, head, query position, key position) -> bool``, broadcasting.
+        device: of the result.
+    """
+    rows, count = span.positions.shape
+    starts = torch.tensor(span.starts, device=device)[:, None]
+    slots = torch.arange(span.end, device=device).expand(rows, -1)
+    new = slots - starts  # index among the new tokens; negative: committed
+    index = new.clamp(0, count - 1)
+    key_positions = torch.where(new < 0, slots, span.positions.gather(1, index))
+    batch = torch.arange(rows, device=device)[:, None, None, None]
+    head = torch.zeros(1, dtype=torch.long, device=device)
+    seen = rule(batch, head, span.positions[:, None, :, None], key_positions[:, None, None, :])
+    seen = seen & (new < count)[:, None, None, :]
+    if span.visible is not None:
+        among_new = span.visible.gather(2, index[:, None, :].expand(-1, count, -1))
+        seen = seen & ((new < 0)[:, None, None, :] | among_new[:, None])
+    return seen.expand(rows, 1, count, span.end)
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    **kwargs: object,
+) -> Tensor | None:
+    cache = _cache.get()
+    span = cache.span
+    assert span is not None
+    if span.lone and mask_function is causal_mask_function:
+        return None
+    return additive(visibility(span, mask_function, cache.device), cache.dtype)
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where seen, minus infinity elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Grouped-query attention without repeating keys: the queries of a group become further rows of its key/value head.
+
+    Args:
+        query: ``[rows, heads, count, head size]``, any float dtype.
+        keys, values: ``[rows, kv heads, length, head size]``; their dtype is the one computed in.
+        mask: additive ``[rows or 1, 1, count, length]`` or None.
+        scale: of the scores.
+        softcap: ``s * tanh(scores / s)`` before the mask (Gemma 2).
+        sinks: ``[heads]`` logits of a key that holds nothing (gpt-oss).
+
+    Returns:
+        ``[rows, count, heads, head size]`` in the query's dtype.
+    """
+    rows, heads, count, size = query.shape
+    kv_heads, length = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    folded = query.reshape(rows, kv_heads, group * count, size).to(keys.dtype)
+    if mask is not None and group > 1:
+        mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(mask.shape[0], 1, group * count, length)
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    else:
+        scores = (folded @ keys.transpose(2, 3)) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores = scores + mask
+        if sinks is not None:
+            sink = sinks.to(scores.dtype).view(1, kv_heads, group, 1, 1).expand(rows, -1, -1, count, -1)
+            scores = torch.cat([scores, sink.reshape(rows, kv_heads, group * count, 1)], dim=-1)
+        out = torch.softmax(scores.float(), dim=-1).to(values.dtype)[..., :length] @ values
+    return out.view(rows, heads, count, -1).transpose(1, 2).to(query.dtype)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    if position_bias is not None:
+        raise NotImplementedError("attention with a position bias")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return attend(query, key, value, attention_mask, scale, softcap, s_aux).contiguous(), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

@@ -1,0 +1,163 @@
+"""KVCache: fixed key/value buffers, one length per row, rolled back by forgetting instead of by copying.
+
+A forward pass writes the keys and values of its tokens *behind* each row's length; only ``commit`` moves the length. What
+was rejected is simply overwritten by the next round. The same class serves the target (through transformers' cache
+interface) and the drafter (directly).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+@dataclass(slots=True)
+class Span:
+    """Where one forward pass writes: ``count`` slots behind the start of each of the rows ``first .. first + rows - 1``.
+
+    Attributes:
+        first: the first row.
+        starts: for each row, the slot of its first new token.
+        count: new tokens per row (rows with fewer are padded).
+        positions: ``[rows, count]`` int64, the position of each new token; in a tree siblings share one.
+        visible: ``[rows, count, count]`` bool, which new token sees which, or None: a plain chain.
+        slots: ``[rows, count]`` int64 for rows that start at different slots, else None.
+    """
+
+    first: int
+    starts: list[int]
+    count: int
+    positions: Tensor
+    visible: Tensor | None = None
+    slots: Tensor | None = None
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + len(self.starts))
+
+    @property
+    def end(self) -> int:
+        return max(self.starts) + self.count
+
+    @property
+    def lone(self) -> bool:
+        """True if every new token sees all keys up to the end under a plain causal rule: nothing needs a mask."""
+        return self.count == 1 and self.slots is None
+
+
+class KVCache(Cache):
+    """Buffers ``[rows, kv heads, capacity, head size]`` per layer, allocated once, when a layer first writes.
+
+    Args:
+        rows: sequences that can be held at once.
+        capacity: slots per row, including the room that the widest block needs behind the last committed token.
+        dtype: of the stored keys and values. On CPUs float32 also for bf16 models: attention over few queries is several
+            times faster in it.
+        device: of the buffers.
+    """
+
+    def __init__(self, rows: int, capacity: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(layers=[])
+        self.rows, self.capacity, self.dtype, self.device = rows, capacity, dtype, device
+        self.lengths = [0] * rows
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.span: Span | None = None
+
+    # ---- one forward pass
+
+    def open(
+        self, first: int, positions: Tensor, visible: Tensor | None = None, starts: Sequence[int] | None = None
+    ) -> Span:
+        """Aim the next forward pass at the slots behind the rows' lengths.
+
+        Args:
+            first: the first of the rows.
+            positions: ``[rows, count]`` int64 positions of the new tokens.
+            visible: ``[rows, count, count]`` bool, for trees and for rows of unequal width.
+            starts: other start slots than the rows' lengths (the prefill of a reused prefix).
+
+        Raises:
+            IndexError: the tokens do not fit behind a row's length.
+        """
+        rows, count = positions.shape
+        starts = list(starts if starts is not None else self.lengths[first : first + rows])
+        if max(starts) + count > self.capacity:
+            raise IndexError(f"{count} tokens behind slot {max(starts)} do not fit into {self.capacity} slots")
+        slots = None
+        if len(set(starts)) > 1:
+            slots = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        self.span = Span(first, starts, count, positions, visible, slots)
+        return self.span
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``[rows, kv heads, count, head size]`` where ``open`` aimed; return views of all slots up to the end."""
+        span = self.span
+        assert span is not None, "open() comes before a forward pass"
+        keys = self._buffer(self.keys, layer_idx, key_states)
+        values = self._buffer(self.values, layer_idx, value_states)
+        for buffer, new in ((keys, key_states), (values, value_states)):
+            rows = buffer[span.rows]
+            if span.slots is None:
+                rows[:, :, span.starts[0] : span.starts[0] + span.count] = new
+            else:
+                row = torch.arange(rows.shape[0], device=self.device)[:, None]
+                rows[row, :, span.slots] = new.transpose(1, 2).to(self.dtype)
+        return keys[span.rows, :, : span.end], values[span.rows, :, : span.end]
+
+    def _buffer(self, buffers: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
+        if layer not in buffers:
+            # Zeros, not garbage: a masked key still meets the probabilities' exact zeros, and 0 * NaN is NaN.
+            shape = (self.rows, like.shape[1], self.capacity, like.shape[-1])
+            with torch.inference_mode(False):  # ordinary tensors: commit() also writes outside of inference mode
+                buffers[layer] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return buffers[layer]
+
+    # ---- between forward passes
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep, for each row of the last forward pass, the tokens of ``path`` (indices into the pass, ascending).
+
+        A path that is a prefix moves nothing; the path of a tree is gathered to the front, in place.
+        """
+        span = self.span
+        assert span is not None and len(paths) == len(span.starts)
+        for i, path in enumerate(paths):
+            row, start = span.first + i, span.starts[i]
+            if list(path) != list(range(len(path))):
+                source = torch.tensor(path, device=self.device) + start
+                for buffers in (self.keys, self.values):
+                    for buffer in buffers.values():
+                        buffer[row, :, start : start + len(path)] = buffer[row, :, source]
+            self.lengths[row] = start + len(path)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget everything of a row from position ``length`` on."""
+        assert length <= self.lengths[row]
+        self.lengths[row] = length
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row over another, so that the rows in use stay the first ones."""
+        length = self.lengths[source]
+        for buffers in (self.keys, self.values):
+            for buffer in buffers.values():
+                buffer[target, :, :length] = buffer[source, :, :length]
+        self.lengths[target] = length
+
+    def bytes(self) -> int:
+        return sum(b.numel() * b.element_size() for d in (self.keys, self.values) for b in d.values())
+
+    # ---- what transformers asks while it builds masks; the real mask is made in attention.py from the span
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.span.starts) if self.span is not None else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return (self.span.end if self.span is not None else query_length), 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)

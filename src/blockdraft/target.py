@@ -1,0 +1,214 @@
+"""Target: any Hugging Face causal language model, as the decoding loop sees it.
+
+Four verbs: ``prefill`` a row, ``step`` one token per row, ``verify`` a proposal, ``commit`` the path that stands. The model's
+own modules compute; the cache, the mask and the attention are blockdraft's (``cache.py``, ``attention.py``).
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from blockdraft.anatomy import dissect, first_tensor
+from blockdraft.attention import attending_over
+from blockdraft.cache import KVCache
+from blockdraft.errors import UsageError
+from blockdraft.packing import pack_linears
+from blockdraft.proposal import Proposal
+
+PREFILL_CHUNK = 512  # prompt tokens per forward: bounds the mask and the activations of long prompts
+
+
+class Target:
+    """A causal language model that can be stepped, verified against and rolled back.
+
+    Args:
+        model: a transformers causal LM in evaluation mode, on one device.
+        tokenizer: its tokenizer, or None if only ids are used.
+        name: what to call it in results.
+        digest: of the weights it was loaded from, if known: with the name, its identity.
+
+    Attributes:
+        model, tokenizer: the plain transformers objects.
+        embedding, head, layers, final_norm: its parts, found by structure.
+        hidden_size, vocab_size: width, and rows of the head.
+        context: most positions the model was made for.
+        dtype, device: of the weights.
+        forwards: model passes so far; tests count them.
+
+    Raises:
+        UsageError: the model is of a kind that cannot be verified in parallel or rolled back; says which.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "",
+        digest: str | None = None,
+    ):
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self.digest = digest
+        refuse_unsupported(model)
+        parameter = next(model.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.hidden_size: int = self.config.hidden_size
+        self.context = int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
+        signature = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in signature else "past_key_values"
+        self._keeps_logits = "logits_to_keep" in signature
+        self.forwards = 0
+        self._examine()
+
+    def _examine(self) -> None:
+        """Find the parts, pack the weights, and prove on a few tokens that cached passes equal plain ones."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.config.vocab_size, (1, 12), generator=generator).to(self.device)
+        parts, plain = dissect(self.model, ids)
+        self.embedding, self.head, self.layers = parts.embedding, parts.head, parts.layers
+        self.final_norm = parts.final_norm
+        self.vocab_size = plain.shape[-1]
+        self.packed_bytes = pack_linears(self.model, self.dtype, self.device)
+        cached = self._branching_logits(ids)
+        error = (cached.float() - plain.float()).abs().mean() / plain.float().std().clamp_min(1e-6)
+        if not error < (1e-3 if self.dtype == torch.float32 else 0.2):
+            raise UsageError(
+                f"{self.name}: its logits over a branching cache differ from a plain forward pass by {error:.2g} standard "
+                "deviations; this architecture cannot be verified in parallel here, decode it with transformers instead"
+            )
+
+    def _branching_logits(self, ids: Tensor) -> Tensor:
+        """Logits ``[1, 12, vocabulary]`` of 12 ids by prefill, a tree of right and wrong tokens, commit, and one step."""
+        cache = self.new_cache(1, 32)
+        wrong = (ids + 1) % self.config.vocab_size
+        logits = [self._forward(cache, ids[:, :5], cache.open(0, _positions(0, 5, self.device)).positions)[0]]
+        cache.commit([range(5)])
+        tokens = torch.stack([wrong[0, 6], ids[0, 6], wrong[0, 7], ids[0, 7], ids[0, 8]])[None]
+        tree = Proposal(tokens, [6], torch.tensor([[0, 0, 2, 2, 4]], device=self.device))
+        verified, _ = self.verify(cache, ids[:, 5], tree)
+        path = [0, 2, 4, 5]
+        logits.append(verified[:, path])
+        self.commit(cache, [path])
+        chain, _ = self.verify(cache, ids[:, 9], Proposal(ids[:, 10:11], [2]))
+        logits.append(chain)
+        self.commit(cache, [[0, 1]])
+        logits.append(self.step(cache, ids[:, 11])[:, None])
+        return torch.cat(logits, dim=1)
+
+    # ---- the four verbs
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """Buffers for ``rows`` sequences of ``capacity`` slots; float32 on CPUs, the model's dtype elsewhere."""
+        dtype = torch.float32 if self.device.type == "cpu" else self.dtype
+        return KVCache(rows, capacity, dtype, self.device)
+
+    def prefill(
+        self, cache: KVCache, row: int, ids: Sequence[int], taps: Sequence[int] = ()
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Run prompt tokens behind the row's length, chunk by chunk, and commit them.
+
+        Yields:
+            The logits ``[vocabulary]`` after the chunk's last token, and the chunk's features ``[1, tokens, taps * hidden]``.
+        """
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            chunk = torch.tensor([list(ids[start : start + PREFILL_CHUNK])], device=self.device)
+            span = cache.open(row, _positions(cache.lengths[row], chunk.shape[1], self.device))
+            logits, features = self._forward(cache, chunk, span.positions, taps, keep=1)
+            cache.commit([range(chunk.shape[1])])
+            yield logits[0, -1], features
+
+    def step(self, cache: KVCache, tokens: Tensor) -> Tensor:
+        """Run one token per row, ``[rows]`` int64, and commit it. Returns logits ``[rows, vocabulary]``."""
+        rows = tokens.shape[0]
+        positions = torch.tensor(cache.lengths[:rows], device=self.device)[:, None]
+        cache.open(0, positions)
+        logits, _ = self._forward(cache, tokens[:, None], positions)
+        cache.commit([(0,)] * rows)
+        return logits[:, -1]
+
+    def verify(
+        self, cache: KVCache, anchors: Tensor, proposal: Proposal, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the anchors ``[rows]`` and their candidates in one pass; nothing is committed.
+
+        Returns:
+            Logits ``[rows, 1 + candidates, vocabulary]`` after each node, and features ``[rows, 1 + candidates, taps * hidden]``.
+        """
+        rows = anchors.shape[0]
+        tokens = torch.cat([anchors[:, None], proposal.tokens], dim=1)
+        starts = torch.tensor(cache.lengths[:rows], device=self.device)[:, None]
+        depths = F.pad(proposal.depths(), (1, 0))
+        # Padding may point beyond the last position that the model has an embedding for.
+        positions = (starts + depths).clamp(max=self.context - 1)
+        cache.open(0, positions, proposal.visible())
+        return self._forward(cache, tokens, positions, taps)
+
+    def commit(self, cache: KVCache, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the nodes of each row's path (node 0, the anchor, first) and forget the other candidates."""
+        cache.commit(paths)
+
+    # ---- what a drafter borrows
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Raw rows of the embedding ``[..., hidden]``: no scale or norm of the model's embedding module is applied."""
+        return F.embedding(ids, self.embedding.weight)
+
+    # ---- one forward pass
+
+    def _forward(
+        self, cache: KVCache, tokens: Tensor, positions: Tensor, taps: Sequence[int] = (), keep: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        self.forwards += 1
+        arguments: dict[str, object] = {self._cache_argument: cache, "use_cache": True}
+        if keep and self._keeps_logits:
+            arguments["logits_to_keep"] = keep
+        with torch.inference_mode(), attending_over(cache, self.model.config), self._tapped(taps) as outputs:
+            logits = self.model(input_ids=tokens, position_ids=positions, **arguments).logits
+            features = torch.cat([outputs[i] for i in taps], dim=-1) if taps else None
+        return logits, features
+
+    @contextmanager
+    def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Keep the outputs of the tapped layers, and of no other."""
+        outputs: dict[int, Tensor] = {}
+
+        def keep(layer: int):  # type: ignore[no-untyped-def]
+            def hook(module: nn.Module, inputs: object, output: object) -> None:
+                outputs[layer] = first_tensor(output)
+
+            return hook
+
+        handles = [self.layers[i].register_forward_hook(keep(i)) for i in taps]
+        try:
+            yield outputs
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UsageError, with the reason, for models whose output cannot be verified in parallel and rolled back."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise UsageError(f"{name} is an encoder-decoder model; blockdraft decodes decoder-only models")
+    kinds = set(getattr(config, "layer_types", None) or [])
+    recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    if getattr(model, "_is_stateful", False) or recurrent:
+        which = f" ({', '.join(sorted(recurrent))} layers)" if recurrent else ""
+        raise UsageError(f"{name} keeps a recurrent state{which} that cannot be rolled back after rejected tokens")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UsageError(f"{name} computes attention by itself; blockdraft needs transformers' attention interface")
+    if len({p.device for p in model.parameters()}) > 1:
+        raise UsageError(f"{name} is spread over several devices; blockdraft runs a target on one")
+
+
+def _positions(start: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(start, start + count, device=device)[None]
