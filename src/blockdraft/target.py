@@ -154,6 +154,16 @@ class Target:
         """Keep the nodes of each row's path (node 0, the anchor, first) and forget the other candidates."""
         cache.commit(paths)
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The ids at which ``transformers.generate`` stops, else the tokenizer's end token."""
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        if ends is None and self.tokenizer is not None:
+            ends = self.tokenizer.eos_token_id
+        if ends is None:
+            return ()
+        return tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
+
     # ---- what a drafter borrows
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -1,0 +1,251 @@
+"""The decoding loop: propose, verify, accept, commit; or, without a drafter, one token per step.
+
+All rows share one target pass per round, whatever each of them accepts. A finished row is replaced at once; the rows in use
+stay the first ones of the caches.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from blockdraft.accept import follow, reject
+from blockdraft.drafters.base import Drafter
+from blockdraft.proposal import Proposal
+from blockdraft.request import Request
+from blockdraft.sampling import ACCEPT
+from blockdraft.target import Target
+
+
+@dataclass
+class Round:
+    """What one pass over all rows brought.
+
+    Attributes:
+        emitted: the requests that moved, with their new tokens.
+        accepted: for each of them, how many of these tokens were drafted.
+        draft_seconds, verify_seconds, seconds: in the drafter, in the target, and all in all.
+        prefill: True for the pass over a prompt, which emits the first token.
+    """
+
+    emitted: list[tuple[Request, list[int]]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    seconds: float = 0.0
+    prefill: bool = False
+
+
+class Decoder:
+    """Rows in flight, with the caches of target and drafter.
+
+    Args:
+        target: verifies, or steps alone.
+        drafter: proposes; None: plain autoregressive decoding.
+        rows: most requests in flight.
+        capacity: most positions of a request, prompt and output together.
+        block_size: slots of a block; None: what the drafter was trained for.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, rows: int, capacity: int, block_size: int | None = None
+    ):
+        self.target, self.drafter = target, drafter
+        self.block_size = 1 if drafter is None else block_size or drafter.block_size
+        self.taps = drafter.taps if drafter is not None else ()
+        self.rows, self.capacity = rows, capacity
+        self.cache = target.new_cache(rows, capacity + self.block_size)
+        if drafter is not None:
+            drafter.reset(rows, capacity + self.block_size)
+        self.active: list[Request] = []
+        self._held: dict[int, Request] = {}  # what each row's caches were filled by
+
+    def admit(self, request: Request, reuse: bool = False) -> Round:
+        """Run a prompt in a free row and emit its first token.
+
+        Args:
+            request: not yet begun.
+            reuse: keep the part of the row's caches that the prompt shares with the request before it.
+        """
+        began = time.perf_counter()
+        request.begin()
+        if request.finish_reason is not None:
+            return Round(prefill=True)
+        row = len(self.active)
+        kept = self._shared_prefix(row, request) if reuse else 0
+        self._truncate(row, kept)
+        logits = None
+        for logits, features in self.target.prefill(self.cache, row, request.prompt[kept:], self.taps):
+            if self.drafter is not None:
+                count = self.cache.lengths[row] - kept
+                tokens = torch.tensor([request.prompt[kept : kept + count]], device=self.target.device)
+                self.drafter.observe(row, tokens, features, [count])
+                kept += count
+        assert logits is not None
+        self.active.append(request)
+        self._held[row] = request
+        token = request.sampler.choose(logits, request.prompt)
+        request.extend([token])
+        round = Round([(request, [token])], [0], seconds=time.perf_counter() - began, prefill=True)
+        self._retire()
+        return round
+
+    def round(self) -> Round:
+        """One pass over all rows in flight."""
+        began = time.perf_counter()
+        round = self._plain_round() if self.drafter is None else self._draft_round(self.drafter)
+        self._retire()
+        round.seconds = time.perf_counter() - began
+        return round
+
+    def _plain_round(self) -> Round:
+        logits = self.target.step(self.cache, self._anchors())
+        if all(request.sampler.plain_greedy for request in self.active):
+            tokens = logits.argmax(-1).tolist()
+        else:
+            tokens = [request.sampler.choose(logits[i], request.ids) for i, request in enumerate(self.active)]
+        for request, token in zip(self.active, tokens, strict=True):
+            request.extend([token])
+        return Round([(request, [token]) for request, token in zip(self.active, tokens, strict=True)], [0] * len(tokens))
+
+    def _draft_round(self, drafter: Drafter) -> Round:
+        round = Round()
+        anchors = self._anchors()
+        widths = [min(self.block_size, request.remaining + 1) for request in self.active]
+        drawing = any(request.params.acceptance == "rejection" for request in self.active)
+        clock = time.perf_counter()
+        proposal = drafter.propose(anchors, widths, self._draw if drawing else None)
+        round.draft_seconds = time.perf_counter() - clock
+        clock = time.perf_counter()
+        logits, features = self.target.verify(self.cache, anchors, proposal, self.taps)
+        round.verify_seconds = time.perf_counter() - clock
+        paths, bonuses = self._accept(proposal, logits)
+        self.target.commit(self.cache, paths)
+        self._book(round, proposal, paths, bonuses)
+        clock = time.perf_counter()
+        tokens, features, counts = _along(paths, torch.cat([anchors[:, None], proposal.tokens], dim=1), features)
+        drafter.observe(0, tokens, features, counts)
+        round.draft_seconds += time.perf_counter() - clock
+        return round
+
+    def _accept(self, proposal: Proposal, logits: Tensor) -> tuple[list[list[int]], list[int]]:
+        """Each row's path of nodes, and its bonus token."""
+        greedy = all(request.sampler.plain_greedy for request in self.active)
+        choices = logits.argmax(-1).tolist() if greedy else None
+        candidates = proposal.tokens.tolist()
+        parents = proposal.parents.tolist() if proposal.parents is not None else None
+        paths, bonuses = [], []
+        for i, request in enumerate(self.active):
+            tokens = candidates[i][: proposal.widths[i] - 1]
+            if request.params.acceptance == "rejection":
+                assert proposal.probabilities is not None and parents is None
+                path, bonus = self._reject(request, tokens, proposal.probabilities[i], logits[i])
+            elif choices is not None:
+                row = choices[i]
+                path, bonus = follow(tokens, parents and parents[i], lambda node, _, row=row: row[node])  # type: ignore[misc]
+            else:
+                path, bonus = self._follow(request, tokens, parents and parents[i], logits[i])
+            paths.append(path)
+            bonuses.append(bonus)
+        return paths, bonuses
+
+    @staticmethod
+    def _follow(request: Request, tokens: list[int], parents: list[int] | None, logits: Tensor) -> tuple[list[int], int]:
+        ids = request.ids
+        return follow(tokens, parents, lambda node, emitted: request.sampler.choose(logits[node], ids + emitted))
+
+    @staticmethod
+    def _reject(request: Request, tokens: list[int], laws: Tensor, logits: Tensor) -> tuple[list[int], int]:
+        ids, sampler = request.ids, request.sampler
+        return reject(
+            tokens,
+            laws,
+            lambda node, emitted: sampler.law(logits[node], ids + emitted),
+            lambda i: sampler.uniform(len(ids) + i, ACCEPT),
+            lambda i: sampler.uniform(len(ids) + i),
+        )
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft tokens and laws; rows under the match rule get their most probable tokens."""
+        tokens, laws = logits.argmax(-1), torch.zeros_like(logits, dtype=torch.float32)
+        for i, request in enumerate(self.active):
+            if request.params.acceptance == "rejection":
+                tokens[i], laws[i] = request.sampler.draw_draft(logits[i], len(request.prompt) + len(request.output))
+        return tokens, laws
+
+    def _book(self, round: Round, proposal: Proposal, paths: list[list[int]], bonuses: list[int]) -> None:
+        """Emit each row's accepted candidates and bonus, as far as the request goes."""
+        candidates = proposal.tokens.tolist()
+        for i, request in enumerate(self.active):
+            tokens = [candidates[i][node - 1] for node in paths[i][1:]]
+            emitted = request.extend([*tokens, bonuses[i]])
+            accepted = min(emitted, len(tokens))
+            request.count_round(proposal.widths[i] - 1, range(1, accepted + 1))
+            round.emitted.append((request, [*tokens, bonuses[i]][:emitted]))
+            round.accepted.append(accepted)
+
+    def _anchors(self) -> Tensor:
+        return torch.tensor([request.output[-1] for request in self.active], device=self.target.device)
+
+    def _retire(self) -> None:
+        """Drop finished requests; the last row takes the place of each."""
+        for row in reversed(range(len(self.active))):
+            if self.active[row].finish_reason is None:
+                continue
+            last = len(self.active) - 1
+            if row != last:
+                self.cache.move(last, row)
+                if self.drafter is not None:
+                    self.drafter.move(last, row)
+                self.active[row] = self._held[row] = self.active[last]
+            self.active.pop()
+
+    def _shared_prefix(self, row: int, request: Request) -> int:
+        """How many of the prompt's tokens the row's caches hold already; the last one is always run again, for its logits."""
+        before = self._held.get(row)
+        if before is None:
+            return 0
+        shared = 0
+        for old, new in zip(before.ids[: self.cache.lengths[row]], request.prompt[:-1], strict=False):
+            if old != new:
+                break
+            shared += 1
+        return shared
+
+    def _truncate(self, row: int, length: int) -> None:
+        self.cache.truncate(row, length)
+        if self.drafter is not None:
+            self.drafter.truncate(row, length)
+
+
+def _along(paths: list[list[int]], tokens: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None, list[int]]:
+    """Tokens and features of each row's path, padded to the longest, and the lengths."""
+    counts = [len(path) for path in paths]
+    most = max(counts)
+    if all(path == list(range(len(path))) for path in paths):
+        return tokens[:, :most], features[:, :most] if features is not None else None, counts
+    nodes = torch.tensor([path + [0] * (most - len(path)) for path in paths], device=tokens.device)
+    if features is not None:
+        features = features.gather(1, nodes[:, :, None].expand(-1, -1, features.shape[-1]))
+    return tokens.gather(1, nodes), features, counts
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    requests: Iterable[Request],
+    batch_size: int = 1,
+    block_size: int | None = None,
+) -> Iterator[Round]:
+    """Decode requests to their ends, ``batch_size`` at a time; yields every round as it happens."""
+    waiting = list(requests)
+    capacity = max((len(request.prompt) + request.limit for request in waiting), default=1)
+    decoder = Decoder(target, drafter, max(1, min(batch_size, len(waiting))), capacity, block_size)
+    waiting.reverse()
+    while waiting or decoder.active:
+        if waiting and len(decoder.active) < decoder.rows:
+            yield decoder.admit(waiting.pop())
+        else:
+            yield decoder.round()

@@ -1,0 +1,1 @@
+"""Drafters: the models and rules that propose tokens."""

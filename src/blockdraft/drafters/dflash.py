@@ -1,0 +1,256 @@
+"""DFlash: a block-diffusion drafter that fills all slots of a block in one forward pass (arXiv 2602.06036, section 4.1).
+
+The features of the tapped target layers are fused once and injected into the keys and values of every layer; the block is
+the anchor and mask tokens; slot k predicts the token at its own position, anchor + k. Reference: z-lab/dflash 0.1.0,
+``dflash/model.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from blockdraft.attention import additive, attend, visibility
+from blockdraft.cache import KVCache, Span
+from blockdraft.drafters.base import Draw
+from blockdraft.proposal import Proposal
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """What a DFlash drafter is, independent of the file format it came from.
+
+    Attributes:
+        backbone: sizes, activation, norm epsilon and rope of the Qwen3-like layers.
+        block_size: slots of a block, the anchor included.
+        mask_token_id: the row of the target's embedding that fills the empty slots.
+        taps: target layers (0-based, their outputs), in the order of ``fc``'s input.
+        target_layers: depth of the target it was trained for.
+        causal: per layer, whether a slot sees only slots up to itself.
+        windows: per layer, how many positions back (and, when not causal, forward) are seen; None: all.
+        embedding_scale: multiplies the borrowed embedding rows.
+        output_multiplier: multiplies the borrowed head's logits.
+        softcap: ``s * tanh(logits / s)``, or None.
+    """
+
+    backbone: Qwen3Config
+    block_size: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+    target_layers: int
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    softcap: float | None = None
+
+
+class KeyValues(Protocol):
+    """Where a layer's new keys and values go and what it attends over: a KVCache in decoding, a concatenation in training."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, /) -> tuple[Tensor, Tensor]: ...
+
+
+class Attention(nn.Module):
+    """Qwen3 attention whose context keys and values come from the target's features."""
+
+    def __init__(self, c: Qwen3Config):
+        super().__init__()
+        self.head_dim, self.scale = c.head_dim, c.head_dim**-0.5
+        heads, kv_heads, bias = c.num_attention_heads, c.num_key_value_heads, c.attention_bias
+        self.q_proj = nn.Linear(c.hidden_size, heads * c.head_dim, bias=bias)
+        self.k_proj = nn.Linear(c.hidden_size, kv_heads * c.head_dim, bias=bias)
+        self.v_proj = nn.Linear(c.hidden_size, kv_heads * c.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * c.head_dim, c.hidden_size, bias=bias)
+        self.q_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+
+    def heads(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:2], -1, self.head_dim)
+
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[rows, kv heads, tokens, head size]`` of features or block rows: the same matrices serve both."""
+        keys = rotate(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), *rope)
+        return keys, self.heads(self.v_proj(x)).transpose(1, 2)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Tensor | None) -> Tensor:
+        query = rotate(self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2), *rope)
+        keys, values = kv.update(*self.keys_values(x, rope), layer)
+        return self.o_proj(attend(query, keys, values, mask, self.scale).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, c: Qwen3Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.act = ACT2FN[c.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, c: Qwen3Config):
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, kv, layer, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlash(nn.Module):
+    """The drafter network; parameter names are those of z-lab's files. Training and decoding run the same ``forward``."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        c = config.backbone
+        self.config = config
+        self.layers = nn.ModuleList([Layer(c) for _ in range(c.num_hidden_layers)])
+        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.fc = nn.Linear(len(config.taps) * c.hidden_size, c.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.rotary = Qwen3RotaryEmbedding(c)
+
+    def inject(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Context keys and values of every layer.
+
+        Args:
+            features: ``[rows, tokens, taps * hidden]``, the tapped outputs side by side.
+            positions: ``[rows, tokens]`` int64.
+
+        Returns:
+            Per layer, keys and values ``[rows, kv heads, tokens, head size]``.
+        """
+        fused = self.hidden_norm(self.fc(features))
+        rope = self.rotary(fused, positions)
+        return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]
+
+    def forward(self, block: Tensor, positions: Tensor, kv: KeyValues, masks: Sequence[Tensor | None]) -> Tensor:
+        """Hidden states ``[rows, slots, hidden]`` after the final norm.
+
+        Args:
+            block: ``[rows, slots, hidden]`` embeddings of anchor and mask tokens.
+            positions: ``[rows, slots]`` int64.
+            kv: gives each layer what it attends over: the context, then the block rows.
+            masks: per layer, additive ``[rows, 1, slots, keys]`` or None: everything is seen.
+        """
+        rope = self.rotary(block, positions)
+        for index, layer in enumerate(self.layers):
+            block = layer(block, rope, kv, index, masks[index])
+        return self.norm(block)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding in halves (NeoX layout) of ``[rows, heads, tokens, head size]``."""
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def visible_rule(causal: bool, window: int | None) -> Callable[..., Tensor]:
+    """Which key position a slot sees, on absolute positions (method.md 1.2; z-lab ``_attention_mask``)."""
+
+    def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key <= query) if causal else torch.ones_like(key <= query)
+        if window is not None:
+            seen = seen & (query - key < window)
+            if not causal:
+                seen = seen & (key - query < window)
+        return seen
+
+    return rule
+
+
+class DFlashDrafter:
+    """A DFlash network at work: projected context keys and values per row, and one forward pass per proposal.
+
+    Args:
+        network: the drafter, in evaluation mode, on the target's device.
+        embed: ids ``[...]`` -> the target's raw embedding rows ``[..., hidden]``.
+        head: hidden ``[..., hidden]`` -> logits ``[..., vocabulary]``, the target's own.
+        name: for results.
+    """
+
+    def __init__(
+        self, network: DFlash, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor], name: str = "dflash"
+    ):
+        self.network = network.eval()
+        self.config = network.config
+        self.embed, self.head, self.name = embed, head, name
+        self.block_size, self.taps = self.config.block_size, self.config.taps
+        weight = network.fc.weight
+        self.dtype, self.device = weight.dtype, weight.device
+        self.forwards = 0
+
+    def reset(self, rows: int, capacity: int) -> None:
+        dtype = torch.float32 if self.device.type == "cpu" else self.dtype
+        self.cache = KVCache(rows, capacity, dtype, self.device)
+
+    def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
+        assert features is not None
+        with torch.inference_mode():
+            span = self.cache.open(row, self._positions(row, *tokens.shape))
+            for layer, (keys, values) in enumerate(self.network.inject(features.to(self.dtype), span.positions)):
+                self.cache.update(keys, values, layer)
+        self.cache.commit([range(count) for count in counts])
+
+    def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
+        slots = max(widths)
+        if slots == 1:
+            return Proposal(anchors.new_empty(len(anchors), 0), list(widths))
+        with torch.inference_mode():
+            logits = self.logits(anchors, widths)[:, 1:]
+            if draw is None:
+                return Proposal(logits.argmax(-1), list(widths))
+            tokens, probabilities = draw(logits)
+            return Proposal(tokens, list(widths), probabilities=probabilities)
+
+    def logits(self, anchors: Tensor, widths: Sequence[int]) -> Tensor:
+        """Draft logits ``[rows, slots, vocabulary]`` of all slots; slot 0's mean nothing."""
+        self.forwards += 1
+        slots = max(widths)
+        ids = anchors.new_full((len(anchors), slots), self.config.mask_token_id)
+        ids[:, 0] = anchors
+        block = self.embed(ids).to(self.dtype) * self.config.embedding_scale
+        # Padding slots of narrower rows are hidden by the same rule as the padding nodes of a proposal.
+        real = None
+        if len(set(widths)) > 1:
+            inside = torch.arange(slots, device=self.device) < torch.tensor(widths, device=self.device)[:, None]
+            real = inside[:, None, :].expand(-1, slots, -1) | torch.eye(slots, dtype=torch.bool, device=self.device)
+        span = self.cache.open(0, self._positions(0, *ids.shape), real)
+        hidden = self.network(block, span.positions, self.cache, self._masks(span))
+        logits = self.head(hidden) * self.config.output_multiplier
+        if self.config.softcap is not None:
+            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
+        return logits
+
+    def _masks(self, span: Span) -> list[Tensor | None]:
+        made: dict[tuple[bool, int | None], Tensor | None] = {}
+        for rule in zip(self.config.causal, self.config.windows, strict=True):
+            if rule not in made:
+                everything = rule == (False, None) and span.slots is None and span.visible is None
+                made[rule] = None if everything else additive(visibility(span, visible_rule(*rule), self.device), self.cache.dtype)
+        return [made[rule] for rule in zip(self.config.causal, self.config.windows, strict=True)]
+
+    def _positions(self, row: int, rows: int, count: int) -> Tensor:
+        starts = torch.tensor(self.cache.lengths[row : row + rows], device=self.device)
+        return starts[:, None] + torch.arange(count, device=self.device)
+
+    def truncate(self, row: int, length: int) -> None:
+        self.cache.truncate(row, length)
+
+    def move(self, source: int, target: int) -> None:
+        self.cache.move(source, target)

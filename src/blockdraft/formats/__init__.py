@@ -1,0 +1,1 @@
+"""Drafter formats on disk, one file each; only these know key names."""

@@ -1,0 +1,166 @@
+"""z-lab's flat layout: ``config.json`` and ``model.safetensors``, names without a prefix, no embedding, no head.
+
+Read in the two schemas in use: A has ``block_size`` on top and ``rope_theta``, B has both nested (``dflash_config``,
+``rope_parameters``). Look-up order of the reference (z-lab/dflash 0.1.0): ``dflash_config``, then the top level, then a default.
+"""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config
+
+from blockdraft.drafters.dflash import DFlash, DFlashConfig
+from blockdraft.errors import UsageError
+
+# Keys that reveal a relative of DFlash with other slots or further modules: shapes would fit, the output would be garbage.
+_RELATIVES = ("projector_type", "shift_label", "sample_from_anchor", "markov_rank", "selector_rank", "conv_kernel_size")
+
+
+def read(folder: Path) -> DFlash:
+    """A DFlash network in float32 or the file's dtype, on the CPU.
+
+    Raises:
+        UsageError: not a DFlash drafter, a key or tensor missing or of the wrong shape, or a damaged file.
+    """
+    config = read_config(folder)
+    network = DFlash(config)
+    tensors = _read_tensors(folder)
+    expected = network.state_dict()
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or unknown:
+        lists = [f"{what}: {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise UsageError(f"{folder / 'model.safetensors'} does not hold the tensors its config promises ({'; '.join(lists)})")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise UsageError(
+                f"{folder}: {name} has shape {list(tensor.shape)}, the config asks for {list(expected[name].shape)}"
+            )
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+        raise UsageError(f"{folder}: tensors of several or non-float dtypes ({', '.join(sorted(map(str, dtypes)))})")
+    network.to(next(iter(dtypes)))
+    network.load_state_dict(tensors)
+    return network
+
+
+def read_config(folder: Path) -> DFlashConfig:
+    """The meaning of a z-lab ``config.json``.
+
+    Raises:
+        UsageError: missing, damaged, or not of a DFlash drafter; names the key.
+    """
+    raw = _read_json(folder)
+    nested = raw.get("dflash_config") or {}
+    _refuse_relatives(folder, raw, nested)
+    for key in ("num_hidden_layers", "hidden_size", "num_target_layers"):
+        if key not in raw:
+            raise UsageError(f"{folder / 'config.json'} has no {key!r}: not a DFlash drafter in z-lab's layout")
+
+    def value(key: str, default: Any = None) -> Any:
+        return nested.get(key, raw.get(key, default))
+
+    backbone = _backbone(raw)
+    causal, windows = visibility_per_layer(raw, backbone)
+    taps = value("target_layer_ids") or default_taps(raw["num_target_layers"], raw["num_hidden_layers"])
+    if value("mask_token_id") is None:
+        raise UsageError(f"{folder / 'config.json'} has no 'mask_token_id': which token fills the empty slots is unknown")
+    softcap = value("final_logit_softcapping")
+    return DFlashConfig(
+        backbone=backbone,
+        block_size=int(value("block_size", 16)),
+        mask_token_id=int(value("mask_token_id")),
+        taps=tuple(int(i) for i in taps),
+        target_layers=int(raw["num_target_layers"]),
+        causal=causal,
+        windows=windows,
+        embedding_scale=float(value("input_embedding_scale", 1.0)),
+        output_multiplier=float(value("output_multiplier", 1.0)),
+        softcap=float(softcap) if softcap and float(softcap) > 0 else None,
+    )
+
+
+def default_taps(target_layers: int, taps: int) -> list[int]:
+    """Evenly spread layers from 1 to N-3, rounded half to even (z-lab ``build_target_layer_ids``)."""
+    if taps == 1:
+        return [target_layers // 2]
+    return [round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)]
+
+
+def visibility_per_layer(
+    raw: dict[str, Any], backbone: Qwen3Config
+) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
+    """Causality and window of every layer.
+
+    A set ``is_causal`` rules all layers, then ``dflash_config.causal``, else a layer is causal iff it slides. The window is
+    ``dflash_config.swa_window_size`` on all layers under ``use_swa``, else ``sliding_window`` on the sliding ones; with
+    ``use_sliding_window`` false a sliding layer has no window, as in the reference, and we say so.
+    """
+    nested = raw.get("dflash_config") or {}
+    layers = backbone.num_hidden_layers
+    types = raw.get("layer_types") or ["full_attention"] * layers
+    if len(types) != layers:
+        raise UsageError(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
+    sliding = [kind == "sliding_attention" for kind in types]
+    if any(sliding) and backbone.sliding_window is None:
+        warnings.warn("the drafter's config has sliding layers but no window in force (use_sliding_window false)")
+    windows = [backbone.sliding_window if slides else None for slides in sliding]
+    if nested.get("use_swa"):
+        windows = [int(nested["swa_window_size"])] * layers
+    flag = raw.get("is_causal")
+    flag = nested.get("causal") if flag is None else flag
+    causal = sliding if flag is None else [bool(flag)] * layers
+    return tuple(causal), tuple(windows)
+
+
+def _backbone(raw: dict[str, Any]) -> Qwen3Config:
+    ours = {"architectures", "auto_map", "dflash_config", "model_type", "torch_dtype", "transformers_version", "is_causal"}
+    try:
+        config = Qwen3Config(**{key: value for key, value in raw.items() if key not in ours})
+    except (TypeError, ValueError, KeyError) as error:
+        raise UsageError(f"the drafter's config.json does not describe Qwen3-like layers: {error}") from error
+    partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    if partial != 1.0 and config.rope_parameters["rope_type"] == "default":
+        warnings.warn(f"partial_rotary_factor {partial} has no effect on a Qwen3 drafter, in the reference and here")
+    return config
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{folder} is not a drafter folder: it has no config.json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path} does not hold a JSON object")
+    return raw
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / "model.safetensors"
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UsageError(f"{folder} has no model.safetensors: the drafter's weights are missing") from None
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def _refuse_relatives(folder: Path, raw: dict[str, Any], nested: dict[str, Any]) -> None:
+    architectures = raw.get("architectures") or []
+    if "DFlash2DraftModel" in architectures:
+        raise UsageError(f"{folder} is a DFlash 2 drafter (convolutions, candidate selector); DFlash is supported so far")
+    if "speculators_model_type" in raw:
+        raise UsageError(f"{folder} is in speculators format; z-lab's flat layout is supported so far")
+    for key in _RELATIVES:
+        found = nested.get(key, raw.get(key))
+        if found and not (key == "projector_type" and found == "dflash"):
+            raise UsageError(f"{folder} is not a plain DFlash drafter: its config says {key} = {found!r}")
+    if architectures and "DFlashDraftModel" not in architectures:
+        raise UsageError(f"{folder} holds a {architectures[0]}, not a DFlash drafter (DFlashDraftModel)")

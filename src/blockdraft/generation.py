@@ -1,0 +1,157 @@
+"""What a user calls: generate answers, or stream one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from blockdraft.decode import decode
+from blockdraft.drafters.base import Drafter
+from blockdraft.errors import UsageError
+from blockdraft.prompts import Prompt, encode
+from blockdraft.request import Request
+from blockdraft.sampling import SamplingParams
+from blockdraft.target import Target
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer and how it came about; the fields are those of ``blockdraft generate --json``.
+
+    Attributes:
+        text: without special tokens, cut before a stop string.
+        token_ids: every emitted token, the end token included.
+        rounds: verification passes; 0 for "ar".
+        acceptance_length: tokens emitted in rounds / rounds (the first token comes from the prompt's pass); None for "ar".
+        acceptance_by_position: share of rounds in which the draft of slot 1, 2, ... stood and was emitted; None for "ar".
+        tokens_per_second: from the first token on; None for a single token.
+        time_to_first_token_s: the pass over the prompt.
+        finish_reason: "stop", "length" or "interrupted".
+        method: what ran: "ar" or "dflash".
+        drafter: its name, or None.
+        seed: of the noise; None for greedy decoding.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    new_tokens: int
+    rounds: int
+    acceptance_length: float | None
+    acceptance_by_position: list[float] | None
+    tokens_per_second: float | None
+    time_to_first_token_s: float
+    finish_reason: str
+    method: str
+    target: str
+    drafter: str | None
+    dtype: str
+    device: str
+    seed: int | None
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def generate(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    drafter: Drafter | None = None,
+    sampling: SamplingParams | None = None,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    batch_size: int = 4,
+    block_size: int | None = None,
+    max_context: int | None = None,
+) -> list[Completion]:
+    """Answer one prompt or many.
+
+    Args:
+        target: from ``load_target``.
+        prompts: a text, a list of chat messages or of token ids; or a list of such prompts.
+        drafter: from ``load_drafter``; None decodes autoregressively.
+        sampling: default: greedy, at most 256 new tokens.
+        system: a system message for all of them.
+        raw: no chat template.
+        batch_size: rows decoded at the same time.
+        block_size: other than the drafter's own.
+        max_context: a lower limit on prompt and answer together than the target's.
+
+    Raises:
+        UsageError: see ``SamplingParams``, ``encode`` and ``Request``.
+    """
+    sampling = sampling or SamplingParams()
+    several = isinstance(prompts, list | tuple) and bool(prompts) and not _is_one_prompt(prompts)
+    encoded = [encode(target, prompt, system, raw) for prompt in (prompts if several else [prompts])]  # type: ignore[arg-type]
+    requests = [Request(ids, sampling, target, row, max_context) for row, ids in enumerate(encoded)]
+    for _ in decode(target, drafter, requests, batch_size, checked_block_size(block_size, drafter)):
+        pass
+    return [completion(request, target, drafter) for request in requests]
+
+
+def stream(
+    target: Target,
+    prompt: Prompt,
+    drafter: Drafter | None = None,
+    sampling: SamplingParams | None = None,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    block_size: int | None = None,
+    max_context: int | None = None,
+) -> Iterator[str]:
+    """The text of one answer as it becomes certain; arguments as for ``generate``."""
+    request = Request(encode(target, prompt, system, raw), sampling or SamplingParams(), target, 0, max_context)
+    for _ in decode(target, drafter, [request], 1, checked_block_size(block_size, drafter)):
+        piece = request.take_text()
+        if piece:
+            yield piece
+
+
+def completion(request: Request, target: Target, drafter: Drafter | None) -> Completion:
+    """What a finished request amounts to."""
+    new, rounds = len(request.output), request.rounds
+    seconds = request.ended - request.first_token_at
+    shares = [count / rounds for count in request.accepted_at] if rounds else []
+    if rounds and drafter is not None:
+        shares += [0.0] * (drafter.block_size - 1 - len(shares))
+    return Completion(
+        text=request.text,
+        token_ids=list(request.output),
+        prompt_tokens=len(request.prompt),
+        new_tokens=new,
+        rounds=rounds,
+        acceptance_length=(new - 1) / rounds if rounds else None,
+        acceptance_by_position=shares if rounds else None,
+        tokens_per_second=(new - 1) / seconds if new > 1 and seconds > 0 else None,
+        time_to_first_token_s=request.first_token_at - request.started if new else 0.0,
+        finish_reason=request.finish_reason or "interrupted",
+        method="ar" if drafter is None else "dflash",
+        target=target.name,
+        drafter=drafter.name if drafter is not None else None,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        seed=None if request.params.greedy else request.sampler.seed,
+    )
+
+
+def checked_block_size(block_size: int | None, drafter: Drafter | None) -> int | None:
+    """A block size that can run: at least 1; wider than trained runs, with a warning.
+
+    Raises:
+        UsageError: below 1, or given without a drafter.
+    """
+    if block_size is None:
+        return None
+    if drafter is None:
+        raise UsageError("a block size needs a drafter; autoregressive decoding emits one token per step")
+    if block_size < 1:
+        raise UsageError(f"the block size is {block_size}; it must be at least 1")
+    if block_size > drafter.block_size:
+        import warnings
+
+        warnings.warn(f"block size {block_size} is above the {drafter.block_size} that {drafter.name} was trained for")
+    return block_size
+
+
+def _is_one_prompt(prompts: Sequence[object]) -> bool:
+    return isinstance(prompts[0], int | dict)

@@ -1,0 +1,217 @@
+"""From a name or a path to a Target or a drafter, with every misfit named."""
+
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from blockdraft.drafters.dflash import DFlash, DFlashDrafter
+from blockdraft.errors import BlockdraftError, UsageError
+from blockdraft.formats import zlab
+from blockdraft.packing import pack_linears
+from blockdraft.store import IDENTITY_FILE, SHORT_NAMES, obtain, weights_digest
+from blockdraft.target import Target, refuse_unsupported
+
+DEFAULT_TARGET = "smollm2-135m"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PADDING_ROWS = 1024  # vocabularies of one tokenizer differ at most by rows of padding
+T = TypeVar("T")
+
+
+# ---- devices and dtypes
+
+
+def resolve_device(name: str | None = None) -> torch.device:
+    """A device by name; None: CUDA, then Apple's MPS, then the CPU.
+
+    Raises:
+        UsageError: unknown, or not on this machine.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name is None:
+        return torch.device(next(kind for kind, there in available.items() if there))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r} is unknown; use cpu, cuda, cuda:N or mps") from None
+    missing = not available.get(device.type, False)
+    if missing or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+        raise UsageError(f"device {name!r} is not available here; use {', '.join(k for k, there in available.items() if there)}")
+    return device
+
+
+def resolve_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """A dtype by name; None: bfloat16 where the hardware multiplies it, float32 elsewhere.
+
+    Raises:
+        UsageError: unknown, or without arithmetic on the device.
+    """
+    if name is None:
+        return torch.bfloat16 if device.type != "cpu" or _cpu_multiplies_bfloat16() else torch.float32
+    dtype = name if isinstance(name, torch.dtype) else DTYPES.get(name)
+    if dtype not in DTYPES.values():
+        raise UsageError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)}")
+    if dtype == torch.float16 and device.type == "cpu":
+        raise UsageError("dtype 'float16' is not available on a CPU; use bfloat16 or float32")
+    assert dtype is not None
+    return dtype
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """AMX or AVX512-BF16: without them bfloat16 is emulated, slower than float32."""
+    tests = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(test is not None and test() for test in tests)
+
+
+# ---- targets
+
+
+def load_target(
+    name: str | Path = DEFAULT_TARGET, dtype: str | torch.dtype | None = None, device: str | None = None
+) -> Target:
+    """Load a causal language model as a target.
+
+    Args:
+        name: a local model folder, a ``.gguf`` file, a Hugging Face id, or the short name ``smollm2-135m``.
+        dtype: "float32", "bfloat16", "float16" or a torch dtype; None: bfloat16 where the hardware has it.
+        device: "cpu", "cuda", "cuda:N", "mps"; None: the best there is.
+
+    Raises:
+        UsageError: an unknown name, dtype or device, or a model that cannot be supported; says why.
+        BlockdraftError: it should exist but could not be fetched or read.
+    """
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype, place)
+    text = str(name)
+    source: str | Path = obtain(text) if text in SHORT_NAMES else name
+    digest = None
+    if text in SHORT_NAMES:
+        digest = json.loads((Path(source) / IDENTITY_FILE).read_text())["weights_sha256"]
+    if Path(source).is_file() or text.endswith(".gguf"):
+        if not Path(source).is_file():
+            raise UsageError(f"there is no file {text}; give a .gguf file, a model folder or a Hugging Face id")
+        model, tokenizer = _explained(text, partial(load_gguf, Path(source), kind))
+    else:
+        model, tokenizer = _explained(text, partial(_load_pretrained, source, kind))
+    return Target(model.to(place), tokenizer, name=text, digest=digest)
+
+
+def _load_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
+        raise UsageError(f"{source} is not a model folder: it has no config.json")
+    if not Path(source).exists() and (str(source).count("/") > 1 or str(source).startswith((".", "/", "~"))):
+        raise UsageError(f"there is no folder {source}; give a model folder, a .gguf file or a Hugging Face id")
+    config = AutoConfig.from_pretrained(source)
+    if config.is_encoder_decoder:
+        raise UsageError(f"{source} is an encoder-decoder model; blockdraft decodes decoder-only models")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    refuse_unsupported(model)
+    return model, AutoTokenizer.from_pretrained(source)
+
+
+def load_gguf(
+    file: Path, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a GGUF file, dequantized."""
+    where: dict[str, Any] = {"gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, quantization_config=GgufConfig(dequantize=True), dtype=dtype, **where
+    )
+    return model, AutoTokenizer.from_pretrained(file.parent, **where)
+
+
+def _explained(name: str, load: Callable[[], T]) -> T:
+    """Turn what transformers raises into one sentence."""
+    try:
+        return load()
+    except BlockdraftError:
+        raise
+    except SafetensorError as error:
+        raise BlockdraftError(f"the weights of {name} are damaged: {error}; fetch them again") from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise BlockdraftError(f"cannot load target {name}: {first.strip()}") from error
+
+
+# ---- drafters
+
+
+def load_drafter(path: str | Path | None, target: Target) -> DFlashDrafter:
+    """Load a DFlash drafter for a target, on its device and in its dtype.
+
+    Args:
+        path: a folder in z-lab's layout; None: the shipped drafter, for its own target only.
+        target: whose embedding and head it borrows.
+
+    Raises:
+        UsageError: not a drafter, damaged, made for another target, or none shipped for this one; names both sides.
+    """
+    folder = shipped_drafter(target) if path is None else Path(path).expanduser()
+    name = f"{target.name}-dflash" if path is None else str(path)
+    if not folder.is_dir():
+        raise UsageError(f"there is no drafter folder {folder}")
+    network = zlab.read(folder)
+    check_pair(network, target, name)
+    network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
+    pack_linears(network, target.dtype, target.device)
+    return DFlashDrafter(network, target.embed, target.head, name=name)
+
+
+def shipped_drafter(target: Target) -> Path:
+    """The folder of the drafter that ships for this target, recognised by the digest of the target's weights.
+
+    Raises:
+        UsageError: there is none.
+    """
+    root = Path(str(resources.files("blockdraft"))) / "shipped"
+    for folder in sorted(p for p in root.iterdir() if (p / "target.json").exists()):
+        wanted = json.loads((folder / "target.json").read_text())
+        if wanted["hidden_size"] != target.hidden_size or wanted["layers"] != len(target.layers):
+            continue
+        if target.digest is None and Path(target.name).is_dir():
+            target.digest = weights_digest(Path(target.name))
+        if target.digest == wanted["weights_sha256"]:
+            return folder
+    raise UsageError(
+        f"no drafter ships for target {target.name}; give one with --drafter FOLDER, or decode without one with --method ar"
+    )
+
+
+def check_pair(network: DFlash, target: Target, name: str) -> None:
+    """Refuse a drafter that does not fit the target.
+
+    Raises:
+        UsageError: names the quantity and both sides.
+    """
+    config, layers = network.config, len(target.layers)
+    width, vocabulary = config.backbone.hidden_size, config.backbone.vocab_size
+    taps, mask = list(config.taps), config.mask_token_id
+    rows = target.embedding.num_embeddings
+    real = len(target.tokenizer) if target.tokenizer is not None else min(rows, vocabulary)
+    checks = (
+        (width == target.hidden_size, f"hidden size {width}", f"{target.hidden_size}"),
+        (config.target_layers == layers, f"a target of {config.target_layers} layers", f"{layers} layers"),
+        (taps == sorted(set(taps)) and taps[0] >= 0, f"tapped layers {taps} that do not increase", f"{layers} layers"),
+        (taps[-1] < layers - 1, f"tapped layers {taps}", f"layers 0 to {layers - 2} that can be tapped (the last one cannot)"),
+        (
+            abs(vocabulary - rows) <= PADDING_ROWS and min(vocabulary, rows, target.vocab_size) >= real,
+            f"a vocabulary of {vocabulary}",
+            f"{rows} embedding rows, {target.vocab_size} head rows, {real} tokens",
+        ),
+        (0 <= mask < rows, f"mask token id {mask}", f"embedding rows 0 to {rows - 1}"),
+    )
+    for fits, drafter_side, target_side in checks:
+        if not fits:
+            raise UsageError(f"drafter {name} does not fit target {target.name}: it has {drafter_side}, the target {target_side}")
+    special = set(target.end_tokens)
+    if target.tokenizer is not None:
+        special |= {target.tokenizer.pad_token_id, target.tokenizer.eos_token_id}
+    if mask in special:
+        warnings.warn(f"drafter {name} uses the pad or end token {mask} as its mask token: expect low acceptance")
