@@ -29,7 +29,7 @@ _HOMES = {
     "SamplingParams": "sampling",
     "Target": "target",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:

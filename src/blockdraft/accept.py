@@ -7,9 +7,7 @@ from torch import Tensor
 from blockdraft.sampling import draw
 
 
-def follow(
-    tokens: Sequence[int], parents: Sequence[int] | None, choose: Callable[[int, list[int]], int]
-) -> tuple[list[int], int]:
+def follow(tokens: Sequence[int], parents: Sequence[int] | None, choose: Callable[[int, list[int]], int]) -> tuple[list[int], int]:
     """Walk from the anchor while the target's own choice names a child (method.md 1.6 rule 1, section 4).
 
     Exact for greedy and for sampled choices: every emitted token is the target's choice under the true prefix; the draft
@@ -69,4 +67,3 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """``max(p - q, 0)``, or p itself where rounding leaves nothing of it (p and q agree to the last bit)."""
     rest = (p.double() - q.double()).clamp_min(0.0)
     return rest if bool(rest.sum() > 0) else p.double()
-

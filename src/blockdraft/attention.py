@@ -8,6 +8,7 @@ rules hold for ragged rows and for draft trees, where a slot in the buffer is no
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,7 @@ def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    mask_function: Callable[..., Tensor] = causal_mask_function,
+    mask_function: Callable[..., Any] = causal_mask_function,
     **kwargs: object,
 ) -> Tensor | None:
     cache = _cache.get()

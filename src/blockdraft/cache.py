@@ -68,9 +68,7 @@ class KVCache(Cache):
 
     # ---- one forward pass
 
-    def open(
-        self, first: int, positions: Tensor, visible: Tensor | None = None, starts: Sequence[int] | None = None
-    ) -> Span:
+    def open(self, first: int, positions: Tensor, visible: Tensor | None = None, starts: Sequence[int] | None = None) -> Span:
         """Aim the next forward pass at the slots behind the rows' lengths.
 
         Args:
@@ -92,7 +90,7 @@ class KVCache(Cache):
         self.span = Span(first, starts, count, positions, visible, slots)
         return self.span
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write ``[rows, kv heads, count, head size]`` where ``open`` aimed; return views of all slots up to the end."""

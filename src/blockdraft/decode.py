@@ -49,9 +49,7 @@ class Decoder:
         block_size: slots of a block; None: what the drafter was trained for.
     """
 
-    def __init__(
-        self, target: Target, drafter: Drafter | None, rows: int, capacity: int, block_size: int | None = None
-    ):
+    def __init__(self, target: Target, drafter: Drafter | None, rows: int, capacity: int, block_size: int | None = None):
         self.target, self.drafter = target, drafter
         self.block_size = 1 if drafter is None else block_size or drafter.block_size
         self.taps = drafter.taps if drafter is not None else ()
@@ -70,7 +68,6 @@ class Decoder:
             reuse: keep the part of the row's caches that the prompt shares with the request before it.
         """
         began = time.perf_counter()
-        request.begin()
         if request.finish_reason is not None:
             return Round(prefill=True)
         row = len(self.active)
@@ -88,7 +85,8 @@ class Decoder:
         self._held[row] = request
         token = request.sampler.choose(logits, request.prompt)
         request.extend([token])
-        round = Round([(request, [token])], [0], seconds=time.perf_counter() - began, prefill=True)
+        round = Round([(request, [token])], [0], prefill=True)
+        request.prefill_seconds = self._clock(round, began, self.active[:-1])
         self._retire()
         return round
 
@@ -96,9 +94,21 @@ class Decoder:
         """One pass over all rows in flight."""
         began = time.perf_counter()
         round = self._plain_round() if self.drafter is None else self._draft_round(self.drafter)
+        self._clock(round, began, self.active)
         self._retire()
-        round.seconds = time.perf_counter() - began
         return round
+
+    def abandon(self) -> None:
+        """Give up all requests in flight; their rows are free, and what was committed can still be reused."""
+        self.active.clear()
+
+    @staticmethod
+    def _clock(round: Round, began: float, waiting: list[Request]) -> float:
+        """Charge the pass to all requests that waited for it; what the caller does between passes is not decoding."""
+        round.seconds = time.perf_counter() - began
+        for request in waiting:
+            request.decode_seconds += round.seconds
+        return round.seconds
 
     def _plain_round(self) -> Round:
         logits = self.target.step(self.cache, self._anchors())

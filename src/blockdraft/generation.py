@@ -1,5 +1,6 @@
 """What a user calls: generate answers, or stream one."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -22,7 +23,7 @@ class Completion:
         rounds: verification passes; 0 for "ar".
         acceptance_length: tokens emitted in rounds / rounds (the first token comes from the prompt's pass); None for "ar".
         acceptance_by_position: share of rounds in which the draft of slot 1, 2, ... stood and was emitted; None for "ar".
-        tokens_per_second: from the first token on; None for a single token.
+        tokens_per_second: after the first token; time between passes (a slow reader of the stream) does not count.
         time_to_first_token_s: the pass over the prompt.
         finish_reason: "stop", "length" or "interrupted".
         method: what ran: "ar" or "dflash".
@@ -110,7 +111,7 @@ def stream(
 def completion(request: Request, target: Target, drafter: Drafter | None) -> Completion:
     """What a finished request amounts to."""
     new, rounds = len(request.output), request.rounds
-    seconds = request.ended - request.first_token_at
+    seconds = request.decode_seconds
     shares = [count / rounds for count in request.accepted_at] if rounds else []
     if rounds and drafter is not None:
         shares += [0.0] * (drafter.block_size - 1 - len(shares))
@@ -123,7 +124,7 @@ def completion(request: Request, target: Target, drafter: Drafter | None) -> Com
         acceptance_length=(new - 1) / rounds if rounds else None,
         acceptance_by_position=shares if rounds else None,
         tokens_per_second=(new - 1) / seconds if new > 1 and seconds > 0 else None,
-        time_to_first_token_s=request.first_token_at - request.started if new else 0.0,
+        time_to_first_token_s=request.prefill_seconds,
         finish_reason=request.finish_reason or "interrupted",
         method="ar" if drafter is None else "dflash",
         target=target.name,
@@ -147,8 +148,6 @@ def checked_block_size(block_size: int | None, drafter: Drafter | None) -> int |
     if block_size < 1:
         raise UsageError(f"the block size is {block_size}; it must be at least 1")
     if block_size > drafter.block_size:
-        import warnings
-
         warnings.warn(f"block size {block_size} is above the {drafter.block_size} that {drafter.name} was trained for")
     return block_size
 

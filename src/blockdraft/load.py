@@ -73,9 +73,7 @@ def _cpu_multiplies_bfloat16() -> bool:
 # ---- targets
 
 
-def load_target(
-    name: str | Path = DEFAULT_TARGET, dtype: str | torch.dtype | None = None, device: str | None = None
-) -> Target:
+def load_target(name: str | Path = DEFAULT_TARGET, dtype: str | torch.dtype | None = None, device: str | None = None) -> Target:
     """Load a causal language model as a target.
 
     Args:
@@ -100,7 +98,8 @@ def load_target(
         model, tokenizer = _explained(text, partial(load_gguf, Path(source), kind))
     else:
         model, tokenizer = _explained(text, partial(_load_pretrained, source, kind))
-    return Target(model.to(place), tokenizer, name=text, digest=digest)
+    model.to(place)  # type: ignore[arg-type]
+    return Target(model, tokenizer, name=text, digest=digest)
 
 
 def _load_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -116,14 +115,10 @@ def _load_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[PreTrained
     return model, AutoTokenizer.from_pretrained(source)
 
 
-def load_gguf(
-    file: Path, dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_gguf(file: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a GGUF file, dequantized."""
     where: dict[str, Any] = {"gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, quantization_config=GgufConfig(dequantize=True), dtype=dtype, **where
-    )
+    model = AutoModelForCausalLM.from_pretrained(file.parent, quantization_config=GgufConfig(dequantize=True), dtype=dtype, **where)
     return model, AutoTokenizer.from_pretrained(file.parent, **where)
 
 

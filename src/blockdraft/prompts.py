@@ -39,13 +39,13 @@ def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool 
         return list(tokenizer(prompt)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"{target.name} has no chat template; continue plain text with --raw")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
+    messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if isinstance(prompt, str) and not prompt.strip():
         raise UsageError("the prompt is empty; give at least one token of text")
     if system is not None:
-        messages.insert(0, {"role": "system", "content": system})  # type: ignore[arg-type]
+        messages.insert(0, {"role": "system", "content": system})
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return list(ids)  # type: ignore[arg-type]
+    return list(ids)
 
 
 def read_prompts(path: Path) -> list[list[list[Message]]]:

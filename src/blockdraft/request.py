@@ -1,6 +1,5 @@
 """Request: one prompt on its way to an answer, where it stops, and what it cost."""
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -67,7 +66,8 @@ class Request:
         self.rounds = 0
         self.accepted_at: list[int] = []
         self.drafted = 0
-        self.started = self.first_token_at = self.ended = time.perf_counter()
+        self.prefill_seconds = 0.0  # from the prompt's pass to the first token
+        self.decode_seconds = 0.0  # passes since, those that this request waited for included
 
     @property
     def ids(self) -> list[int]:
@@ -77,16 +77,8 @@ class Request:
     def remaining(self) -> int:
         return self.limit - len(self.output)
 
-    def begin(self) -> None:
-        """The clock starts when the prompt is about to be run, not while it waits."""
-        self.started = time.perf_counter()
-
     def extend(self, tokens: Sequence[int]) -> int:
         """Emit tokens one by one until one of them ends the request; return how many were emitted."""
-        now = time.perf_counter()
-        if not self.output:
-            self.first_token_at = now
-        self.ended = now
         for count, token in enumerate(tokens, 1):
             self.output.append(token)
             self._read(token)

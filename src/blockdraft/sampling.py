@@ -155,8 +155,6 @@ class Sampler:
         return counter_uniform(self.seed, self.row, position, stream)
 
 
-
-
 def draw(probabilities: Tensor, uniform: float) -> int:
     """Invert the cumulative distribution ``[vocabulary]`` at ``uniform``; never a token of probability zero."""
     cumulative = probabilities.double().cumsum(-1)

@@ -133,9 +133,7 @@ class Target:
         cache.commit([(0,)] * rows)
         return logits[:, -1]
 
-    def verify(
-        self, cache: KVCache, anchors: Tensor, proposal: Proposal, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor | None]:
+    def verify(self, cache: KVCache, anchors: Tensor, proposal: Proposal, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """Run the anchors ``[rows]`` and their candidates in one pass; nothing is committed.
 
         Returns:

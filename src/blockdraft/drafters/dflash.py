@@ -61,14 +61,15 @@ class Attention(nn.Module):
 
     def __init__(self, c: Qwen3Config):
         super().__init__()
-        self.head_dim, self.scale = c.head_dim, c.head_dim**-0.5
-        heads, kv_heads, bias = c.num_attention_heads, c.num_key_value_heads, c.attention_bias
-        self.q_proj = nn.Linear(c.hidden_size, heads * c.head_dim, bias=bias)
-        self.k_proj = nn.Linear(c.hidden_size, kv_heads * c.head_dim, bias=bias)
-        self.v_proj = nn.Linear(c.hidden_size, kv_heads * c.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * c.head_dim, c.hidden_size, bias=bias)
-        self.q_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+        size: int = c.head_dim
+        heads, kv_heads, bias = c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads, c.attention_bias
+        self.head_dim, self.scale = size, size**-0.5
+        self.q_proj = nn.Linear(c.hidden_size, heads * size, bias=bias)
+        self.k_proj = nn.Linear(c.hidden_size, kv_heads * size, bias=bias)
+        self.v_proj = nn.Linear(c.hidden_size, kv_heads * size, bias=bias)
+        self.o_proj = nn.Linear(heads * size, c.hidden_size, bias=bias)
+        self.q_norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
 
     def heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:2], -1, self.head_dim)
@@ -136,7 +137,7 @@ class DFlash(nn.Module):
         """
         fused = self.hidden_norm(self.fc(features))
         rope = self.rotary(fused, positions)
-        return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]
+        return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
 
     def forward(self, block: Tensor, positions: Tensor, kv: KeyValues, masks: Sequence[Tensor | None]) -> Tensor:
         """Hidden states ``[rows, slots, hidden]`` after the final norm.
@@ -184,9 +185,7 @@ class DFlashDrafter:
         name: for results.
     """
 
-    def __init__(
-        self, network: DFlash, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor], name: str = "dflash"
-    ):
+    def __init__(self, network: DFlash, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor], name: str = "dflash"):
         self.network = network.eval()
         self.config = network.config
         self.embed, self.head, self.name = embed, head, name

@@ -37,9 +37,7 @@ def read(folder: Path) -> DFlash:
         raise UsageError(f"{folder / 'model.safetensors'} does not hold the tensors its config promises ({'; '.join(lists)})")
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
-            raise UsageError(
-                f"{folder}: {name} has shape {list(tensor.shape)}, the config asks for {list(expected[name].shape)}"
-            )
+            raise UsageError(f"{folder}: {name} has shape {list(tensor.shape)}, the config asks for {list(expected[name].shape)}")
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
         raise UsageError(f"{folder}: tensors of several or non-float dtypes ({', '.join(sorted(map(str, dtypes)))})")
@@ -91,9 +89,7 @@ def default_taps(target_layers: int, taps: int) -> list[int]:
     return [round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)]
 
 
-def visibility_per_layer(
-    raw: dict[str, Any], backbone: Qwen3Config
-) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
+def visibility_per_layer(raw: dict[str, Any], backbone: Qwen3Config) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
     """Causality and window of every layer.
 
     A set ``is_causal`` rules all layers, then ``dflash_config.causal``, else a layer is causal iff it slides. The window is
@@ -123,8 +119,9 @@ def _backbone(raw: dict[str, Any]) -> Qwen3Config:
         config = Qwen3Config(**{key: value for key, value in raw.items() if key not in ours})
     except (TypeError, ValueError, KeyError) as error:
         raise UsageError(f"the drafter's config.json does not describe Qwen3-like layers: {error}") from error
-    partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    if partial != 1.0 and config.rope_parameters["rope_type"] == "default":
+    rope: dict[str, Any] = dict(config.rope_parameters or {})
+    partial = rope.get("partial_rotary_factor", 1.0)
+    if partial != 1.0 and rope["rope_type"] == "default":
         warnings.warn(f"partial_rotary_factor {partial} has no effect on a Qwen3 drafter, in the reference and here")
     return config
 

@@ -1,0 +1,30 @@
+# make demo: the main job. make test: all checks. Both set up .venv first if need be.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-reality lint setup
+
+demo: $(READY)
+	@$(BIN)/blockdraft demo
+
+test: $(READY) lint
+	$(BIN)/python -m pytest
+
+# The real target on 60 prompts of 128 tokens, all dtypes: about 15 minutes on two cores.
+test-reality: $(READY)
+	BLOCKDRAFT_REALITY=full $(BIN)/python -m pytest tests/reality -s
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (torch is large: this can take minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $(READY)

@@ -1,0 +1,101 @@
+"""Options that several commands share, and what they stand for."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blockdraft.drafters.dflash import DFlashDrafter
+    from blockdraft.sampling import SamplingParams
+    from blockdraft.target import Target
+
+
+def add_models(parser: argparse.ArgumentParser, dtype_help: str = "default: bfloat16 where the hardware has it") -> None:
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", default="smollm2-135m", help="model folder, .gguf file, Hugging Face id, or %(default)s")
+    group.add_argument("--drafter", help="drafter folder in z-lab's layout; default: the one shipped for the target")
+    group.add_argument("--dtype", help=f"float32, bfloat16 or float16; {dtype_help}")
+    group.add_argument("--device", help="cpu, cuda, cuda:N or mps; default: the best there is")
+    group.add_argument("--threads", type=positive, help="CPU threads; default: all cores")
+    group.add_argument("--block-size", type=int, help="slots of a block, the anchor included; default: as trained")
+
+
+def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most probable tokens; 0: all")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the most probable tokens of mass P; 1: all")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the most probable")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off")
+    group.add_argument("--seed", type=int, help="of the noise at temperature > 0; default: a new one, shown by --json")
+    group.add_argument("--acceptance", default="match", choices=("match", "rejection"), help="rule at temperature > 0")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--system", help="system message")
+    group.add_argument("--max-context", type=positive, metavar="N", help="limit on prompt and answer; default: the model's")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def sampling(args: argparse.Namespace) -> "SamplingParams":
+    from blockdraft.sampling import SamplingParams
+
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+        acceptance=args.acceptance,
+    )
+
+
+def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, DFlashDrafter | None]":
+    """Target and, unless the method is ``ar``, drafter."""
+    import torch
+
+    from blockdraft.errors import UsageError
+    from blockdraft.generation import checked_block_size
+    from blockdraft.load import load_drafter, load_target
+
+    plain = getattr(args, "method", "dflash") == "ar"
+    if plain and args.drafter is not None:
+        raise UsageError("--drafter has no effect with --method ar; leave one of them out")
+    if plain and args.block_size is not None:
+        raise UsageError("--block-size has no effect with --method ar; leave one of them out")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    target = load_target(args.target, dtype=args.dtype or dtype, device=args.device)
+    drafter = None if plain else load_drafter(args.drafter, target)
+    checked_block_size(args.block_size, drafter)
+    return target, drafter
+
+
+def summary(result: Any) -> str:
+    """One line about a completion."""
+    parts = [f"{result.new_tokens} tokens"]
+    if result.tokens_per_second:
+        parts.append(f"{result.tokens_per_second:.1f} tokens/s")
+    parts.append(f"first token after {result.time_to_first_token_s:.2f} s")
+    if result.acceptance_length is not None:
+        parts.append(f"{result.rounds} rounds, acceptance length {result.acceptance_length:.2f}")
+    parts.append(f"{result.method}, {result.dtype} on {result.device}, ended by {result.finish_reason}")
+    return "; ".join(parts)
+
+
+def existing_file(text: str) -> Path:
+    return Path(text).expanduser()
