@@ -68,20 +68,19 @@ class KVCache(Cache):
 
     # ---- one forward pass
 
-    def open(self, first: int, positions: Tensor, visible: Tensor | None = None, starts: Sequence[int] | None = None) -> Span:
+    def open(self, first: int, positions: Tensor, visible: Tensor | None = None) -> Span:
         """Aim the next forward pass at the slots behind the rows' lengths.
 
         Args:
             first: the first of the rows.
             positions: ``[rows, count]`` int64 positions of the new tokens.
             visible: ``[rows, count, count]`` bool, for trees and for rows of unequal width.
-            starts: other start slots than the rows' lengths (the prefill of a reused prefix).
 
         Raises:
             IndexError: the tokens do not fit behind a row's length.
         """
         rows, count = positions.shape
-        starts = list(starts if starts is not None else self.lengths[first : first + rows])
+        starts = self.lengths[first : first + rows]
         if max(starts) + count > self.capacity:
             raise IndexError(f"{count} tokens behind slot {max(starts)} do not fit into {self.capacity} slots")
         slots = None

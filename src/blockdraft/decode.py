@@ -54,9 +54,10 @@ class Decoder:
         self.block_size = 1 if drafter is None else block_size or drafter.block_size
         self.taps = drafter.taps if drafter is not None else ()
         self.rows, self.capacity = rows, capacity
-        self.cache = target.new_cache(rows, capacity + self.block_size)
+        room = 1 if drafter is None else drafter.room(self.block_size)
+        self.cache = target.new_cache(rows, capacity + room)
         if drafter is not None:
-            drafter.reset(rows, capacity + self.block_size)
+            drafter.reset(rows, capacity + room)
         self.active: list[Request] = []
         self._held: dict[int, Request] = {}  # what each row's caches were filled by
 

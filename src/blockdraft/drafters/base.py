@@ -24,6 +24,9 @@ class Drafter(Protocol):
     block_size: int
     taps: tuple[int, ...]
 
+    def room(self, block_size: int) -> int:
+        """Nodes of the widest proposal at this block size, the anchor included: the caches keep that much room."""
+
     def reset(self, rows: int, capacity: int) -> None:
         """Begin with empty rows that can hold ``capacity`` positions each."""
 

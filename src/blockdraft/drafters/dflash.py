@@ -194,6 +194,9 @@ class DFlashDrafter:
         self.dtype, self.device = weight.dtype, weight.device
         self.forwards = 0
 
+    def room(self, block_size: int) -> int:
+        return block_size
+
     def reset(self, rows: int, capacity: int) -> None:
         dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.cache = KVCache(rows, capacity, dtype, self.device)

@@ -1,0 +1,1 @@
+"""Training drafters. Nothing outside this package imports it."""

@@ -1,0 +1,48 @@
+"""Shared fixtures; tests run on two threads and without any network."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.doubles import random_drafter
+from tests.training import train_tiny
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "eval"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads() -> None:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture(scope="session")
+def llama():
+    """The tiny target that most tests use."""
+    return tiny.target("llama")
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """The same weights as ``llama``, in a model that blockdraft never touches."""
+    return tiny.model("llama")
+
+
+@pytest.fixture(scope="session")
+def trained(llama):
+    """A drafter trained for a few seconds on what ``llama`` says: it is right now and then."""
+    return train_tiny(llama)
+
+
+@pytest.fixture
+def untrained(llama):
+    return random_drafter(llama)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    return tiny.save_folder(tmp_path_factory.mktemp("target") / "tiny")

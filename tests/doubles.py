@@ -1,0 +1,123 @@
+"""Drafters for tests: what they propose is known, whatever the target says."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from blockdraft.drafters.base import Draw
+from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
+from blockdraft.proposal import Proposal
+from blockdraft.target import Target
+from transformers import Qwen3Config
+
+
+class Scripted:
+    """Proposes ``guess(ids so far of the row, count) -> tokens``; keeps what it observed, like any drafter."""
+
+    def __init__(self, guess: Callable[[list[int], int], Sequence[int]], block_size: int = 8):
+        self.guess, self.block_size = guess, block_size
+        self.name, self.taps = "scripted", ()
+        self.forwards = 0
+
+    def room(self, block_size: int) -> int:
+        return block_size
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self.seen: list[list[int]] = [[] for _ in range(rows)]
+
+    def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
+        for i, count in enumerate(counts):
+            self.seen[row + i] += tokens[i, :count].tolist()
+
+    def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
+        self.forwards += 1
+        most = max(widths) - 1
+        tokens = []
+        for row, width in enumerate(widths):
+            guessed = list(self.guess([*self.seen[row], int(anchors[row])], width - 1))[: width - 1]
+            tokens.append(guessed + [0] * (most - len(guessed)))
+        return Proposal(torch.tensor(tokens, dtype=torch.long).view(len(widths), most), list(widths))
+
+    def truncate(self, row: int, length: int) -> None:
+        del self.seen[row][length:]
+
+    def move(self, source: int, target: int) -> None:
+        self.seen[target] = list(self.seen[source])
+
+
+class Bushy(Scripted):
+    """A random tree: the guess is hidden among wrong siblings, in random order of nodes."""
+
+    def room(self, block_size: int) -> int:
+        return 2 * block_size
+
+    def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
+        chain = super().propose(anchors, widths, draw)
+        rows, count = chain.tokens.shape
+        generator = torch.Generator().manual_seed(self.forwards)
+        tokens = torch.zeros(rows, 2 * count, dtype=torch.long)
+        parents = torch.zeros(rows, 2 * count, dtype=torch.long)
+        for row in range(rows):
+            stem = 0
+            for i in range(count):
+                right_first = bool(torch.randint(0, 2, (), generator=generator))
+                wrong = int(torch.randint(3, 60, (), generator=generator))
+                guess = int(chain.tokens[row, i])
+                pair = [guess, wrong] if right_first else [wrong, guess]
+                tokens[row, 2 * i : 2 * i + 2] = torch.tensor(pair)
+                parents[row, 2 * i : 2 * i + 2] = stem
+                stem = 2 * i + (1 if right_first else 2)
+        return Proposal(tokens, [2 * (width - 1) + 1 for width in widths], parents)
+
+
+def knowing(answers: dict[tuple[int, ...], list[int]], wrong_by: int = 0, vocabulary: int = 60) -> Scripted:
+    """Proposes what the target will say (``answers``: prompt -> continuation), or, shifted by ``wrong_by``, never."""
+
+    def guess(ids: list[int], count: int) -> list[int]:
+        for prompt, answer in answers.items():
+            if tuple(ids[: len(prompt)]) == prompt:
+                at = len(ids) - len(prompt)
+                return [(token + wrong_by) % vocabulary if wrong_by else token for token in answer[at : at + count]]
+        return []
+
+    return Scripted(guess)
+
+
+def dflash_config(target: Target, **changes: object) -> DFlashConfig:
+    """A small drafter for a tiny target."""
+    layers = 2
+    backbone = Qwen3Config(
+        hidden_size=target.hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=target.embedding.num_embeddings,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        sliding_window=None,
+    )
+    plain = {
+        "backbone": backbone,
+        "block_size": 8,
+        "mask_token_id": 3,
+        "taps": (0, 1, 3),
+        "target_layers": len(target.layers),
+        "causal": (False,) * layers,
+        "windows": (None,) * layers,
+    }
+    return DFlashConfig(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+def random_drafter(target: Target, seed: int = 0, **changes: object) -> DFlashDrafter:
+    torch.manual_seed(seed)
+    network = DFlash(dflash_config(target, **changes))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+            else:
+                parameter.uniform_(0.5, 1.5)
+    return DFlashDrafter(network.to(target.dtype).requires_grad_(False), target.embed, target.head, name="random")
