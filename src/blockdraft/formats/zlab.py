@@ -93,8 +93,10 @@ def visibility_per_layer(raw: dict[str, Any], backbone: Qwen3Config) -> tuple[tu
     """Causality and window of every layer.
 
     A set ``is_causal`` rules all layers, then ``dflash_config.causal``, else a layer is causal iff it slides. The window is
-    ``dflash_config.swa_window_size`` on all layers under ``use_swa``, else ``sliding_window`` on the sliding ones; with
-    ``use_sliding_window`` false a sliding layer has no window, as in the reference, and we say so.
+    ``dflash_config.swa_window_size`` on all layers under ``use_swa``, else ``sliding_window`` on the sliding ones.
+
+    Raises:
+        UsageError: sliding layers whose window is switched off (``use_sliding_window`` false): runtimes disagree about those.
     """
     nested = raw.get("dflash_config") or {}
     layers = backbone.num_hidden_layers
@@ -103,7 +105,10 @@ def visibility_per_layer(raw: dict[str, Any], backbone: Qwen3Config) -> tuple[tu
         raise UsageError(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
     sliding = [kind == "sliding_attention" for kind in types]
     if any(sliding) and backbone.sliding_window is None:
-        warnings.warn("the drafter's config has sliding layers but no window in force (use_sliding_window false)")
+        raise UsageError(
+            "the drafter's config has sliding_attention layers but no window in force; set use_sliding_window to true and "
+            "sliding_window to the window it was trained with, or layer_types to full_attention"
+        )
     windows = [backbone.sliding_window if slides else None for slides in sliding]
     if nested.get("use_swa"):
         windows = [int(nested["swa_window_size"])] * layers

@@ -1,0 +1,172 @@
+"""The DFlash drafter: training forward = decoding forward, and who sees whom (traps.md T1, T2, T15)."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockdraft.errors import UsageError
+from blockdraft.formats.zlab import default_taps, visibility_per_layer
+from tests import tiny
+from tests.doubles import dflash_config, random_drafter
+from tests.training import block_logits, sequence_features
+
+VARIANTS = {
+    "full": {},
+    "causal": {"causal": (True, True)},
+    "sliding causal": {"causal": (True, False), "windows": (6, None)},
+    "sliding bidirectional": {"windows": (6, 9)},
+    "scaled": {"embedding_scale": 3.0},
+}
+
+
+@pytest.fixture(scope="module")
+def sequence(llama):
+    ids = tiny.prompt(40, 4)
+    return torch.tensor(ids), sequence_features(llama, ids, (0, 1, 3))
+
+
+def decoded_logits(drafter, ids, features, anchor, step=3):
+    """Decoding forward on one anchor: the context observed in pieces, then one block."""
+    drafter.reset(1, 64)
+    for start in range(0, anchor, step):
+        stop = min(anchor, start + step)
+        drafter.observe(0, ids[None, start:stop], features[:, start:stop], [stop - start])
+    return drafter.logits(ids[anchor][None], [drafter.block_size])[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_forward_equals_decoding_forward(variant, llama, sequence):
+    """T1: all blocks in one masked forward, or one block over a cache: equal draft logits."""
+    ids, features = sequence
+    drafter = random_drafter(llama, **VARIANTS[variant])
+    anchors = torch.tensor([1, 2, 9, 17, 30])
+    together = block_logits(drafter, features, ids, anchors)
+    for logits, anchor in zip(together, anchors, strict=True):
+        torch.testing.assert_close(logits, decoded_logits(drafter, ids, features, int(anchor)), atol=1e-5, rtol=1e-5)
+
+
+def changed(drafter, ids, features, anchors, documents=None, at=None, token=None):
+    """Largest change of each block's logits when the feature of one position or the anchor token of one block changes."""
+    before = block_logits(drafter, features, ids, anchors, documents)
+    ids, features = ids.clone(), features.clone()
+    if at is not None:
+        features[:, at] += 1.0
+    if token is not None:
+        ids[token] = (ids[token] + 1) % tiny.VOCABULARY
+    after = block_logits(drafter, features, ids, anchors, documents)
+    return (after - before).abs().amax(-1)  # [anchors, slots]
+
+
+def test_visibility_by_perturbation(llama, sequence):
+    """T2: context before the anchor moves every slot; context from the anchor on, other blocks and documents none."""
+    ids, features = sequence
+    drafter = random_drafter(llama)
+    anchors = torch.tensor([5, 20])
+    for at, moved in ((4, [True, True]), (5, [False, True]), (19, [False, True]), (20, [False, False])):
+        change = changed(drafter, ids, features, anchors, at=at)
+        for block, expected in enumerate(moved):
+            assert bool((change[block] > 0).all()) if expected else float(change[block].max()) == 0
+    change = changed(drafter, ids, features, anchors, token=5)  # the anchor of block 0
+    assert bool((change[0] > 0).all())
+    assert float(change[1].max()) == 0
+    documents = (torch.arange(40) >= 12).long()
+    change = changed(drafter, ids, features, anchors, documents, at=4)
+    assert bool((change[0] > 0).all())
+    assert float(change[1].max()) == 0
+
+
+def test_window_and_causality_by_perturbation(llama, sequence):
+    ids, features = sequence
+    drafter = random_drafter(llama, causal=(True, True), windows=(4, 4))
+    change = changed(drafter, ids, features, torch.tensor([20]), at=17)[0]
+    assert (change > 0).tolist()[:1] == [True]  # 20 - 17 < 4, and 21 - 17 is not: only slot 0 sees it in a layer
+    assert float(changed(drafter, ids, features, torch.tensor([20]), at=10).max()) == 0
+    assert float(changed(drafter, ids, features, torch.tensor([20]), at=16).max()) == 0
+
+
+@given(st.lists(st.integers(0, 39), min_size=1, max_size=4), st.integers(2, 9))
+@settings(max_examples=15, deadline=None)
+def test_no_row_is_ever_empty(anchors, block_size):
+    """Anchor 0 has no context at all: its rows still see their own block, and the logits are finite."""
+    target = tiny.target("llama")
+    drafter = random_drafter(target)
+    ids = tiny.prompt(50, 4)
+    features = sequence_features(target, ids, drafter.taps)[:, :40]
+    logits = block_logits(drafter, features, torch.tensor(ids), torch.tensor(sorted(anchors)), block_size=block_size)
+    assert bool(logits.isfinite().all())
+
+
+FULL, SLIDING = ["full_attention", "full_attention"], ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "causal", "windows"),
+    [
+        ({"layer_types": FULL}, (False, False), (None, None)),
+        ({}, (False, False), (None, None)),
+        ({"layer_types": SLIDING, "w": 9}, (True, False), (9, None)),
+        ({"layer_types": SLIDING, "w": 9, "is_causal": False}, (False, False), (9, None)),
+        ({"layer_types": SLIDING, "w": 9, "is_causal": True}, (True, True), (9, None)),
+        ({"layer_types": FULL, "is_causal": True}, (True, True), (None, None)),
+        ({"layer_types": FULL, "dflash_config": {"causal": True}}, (True, True), (None, None)),
+        ({"layer_types": SLIDING, "w": 9, "dflash_config": {"causal": False}}, (False, False), (9, None)),
+        ({"layer_types": SLIDING, "w": 9, "is_causal": True, "dflash_config": {"causal": False}}, (True, True), (9, None)),
+        ({"layer_types": FULL, "dflash_config": {"use_swa": True, "swa_window_size": 5, "causal": False}}, (False,) * 2, (5, 5)),
+        ({"layer_types": FULL, "dflash_config": {"use_swa": False, "swa_window_size": 5}}, (False, False), (None, None)),
+    ],
+)
+def test_causality_table(raw, causal, windows, llama):
+    """T15: every spelling of causality and window, and what each layer makes of it."""
+    backbone = dflash_config(llama).backbone
+    backbone.sliding_window = raw.pop("w", None)
+    assert visibility_per_layer(raw, backbone) == (causal, windows)
+
+
+def test_sliding_layers_without_a_window_are_refused(llama):
+    with pytest.raises(UsageError, match="no window in force"):
+        visibility_per_layer({"layer_types": SLIDING}, dflash_config(llama).backbone)
+
+
+def test_layer_types_of_another_depth_are_refused(llama):
+    with pytest.raises(UsageError, match="names 3 layers"):
+        visibility_per_layer({"layer_types": ["full_attention"] * 3}, dflash_config(llama).backbone)
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps", "expected"),
+    [(36, 5, [1, 9, 17, 25, 33]), (30, 4, [1, 10, 18, 27]), (30, 5, [1, 8, 14, 20, 27]), (64, 5, [1, 16, 31, 46, 61]), (30, 1, [15])],
+)
+def test_default_taps(layers, taps, expected):
+    assert default_taps(layers, taps) == expected
+
+
+def test_narrow_rows_do_not_see_padding(llama, sequence):
+    """In a ragged batch a narrower row drafts what it drafts alone."""
+    ids, features = sequence
+    drafter = random_drafter(llama)
+    drafter.reset(2, 64)
+    for row, length in enumerate((12, 7)):
+        drafter.observe(row, ids[None, :length], features[:, :length], [length])
+    both = drafter.logits(torch.tensor([5, 6]), [8, 3])
+    alone = random_drafter(llama)
+    alone.reset(1, 64)
+    alone.observe(0, ids[None, :7], features[:, :7], [7])
+    torch.testing.assert_close(both[1, :3], alone.logits(torch.tensor([6]), [3])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_features_of_padding_are_forgotten(llama, sequence):
+    """Ragged observations: rows beyond their counts leave no trace."""
+    ids, features = sequence
+    drafter = random_drafter(llama)
+    drafter.reset(2, 64)
+    pair = torch.cat([features[:, :6], features[:, 10:16]])
+    drafter.observe(0, torch.stack([ids[:6], ids[10:16]]), pair, [6, 2])
+    assert drafter.cache.lengths == [6, 2]
+    drafter.observe(1, ids[None, 12:14], features[:, 12:14], [2])
+    alone = random_drafter(llama)
+    alone.reset(1, 64)
+    alone.observe(0, ids[None, 10:14], features[:, 10:14], [4])
+    torch.testing.assert_close(
+        drafter.logits(torch.tensor([5, 6]), [8, 8])[1], alone.logits(torch.tensor([6]), [8])[0], atol=1e-5, rtol=1e-5
+    )
