@@ -103,3 +103,49 @@ def save_folder(folder: Path, seed: int = 0) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+def save_gguf(path: Path) -> Path:
+    """A tiny unquantised Llama as a GGUF file."""
+    import gguf
+    import numpy as np
+
+    pieces = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581a", "ab", "ba"]
+    hidden, heads, layers, inner = 32, 4, 2, 48
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(pieces))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([-float(i) for i in range(len(pieces))])
+    writer.add_token_types([2, 3, 3, *[1] * (len(pieces) - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    random = np.random.default_rng(0)
+
+    def tensor(name: str, *shape: int) -> None:
+        writer.add_tensor(name, random.normal(0, 0.2, shape).astype(np.float32))
+
+    tensor("token_embd.weight", len(pieces), hidden)
+    tensor("output.weight", len(pieces), hidden)
+    tensor("output_norm.weight", hidden)
+    for i in range(layers):
+        for name in ("attn_norm", "ffn_norm"):
+            tensor(f"blk.{i}.{name}.weight", hidden)
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            tensor(f"blk.{i}.{name}.weight", hidden, hidden)
+        tensor(f"blk.{i}.ffn_gate.weight", inner, hidden)
+        tensor(f"blk.{i}.ffn_up.weight", inner, hidden)
+        tensor(f"blk.{i}.ffn_down.weight", hidden, inner)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
