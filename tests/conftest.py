@@ -1,7 +1,6 @@
 """Shared fixtures; tests run on two threads and without any network."""
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -11,9 +10,6 @@ import torch
 from tests import tiny
 from tests.doubles import random_drafter
 from tests.training import train_tiny
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "eval"
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:

@@ -69,6 +69,7 @@ class Decoder:
             reuse: keep the part of the row's caches that the prompt shares with the request before it.
         """
         began = time.perf_counter()
+        request.block_size = self.block_size
         if request.finish_reason is not None:
             return Round(prefill=True)
         row = len(self.active)

@@ -113,8 +113,7 @@ def completion(request: Request, target: Target, drafter: Drafter | None) -> Com
     new, rounds = len(request.output), request.rounds
     seconds = request.decode_seconds
     shares = [count / rounds for count in request.accepted_at] if rounds else []
-    if rounds and drafter is not None:
-        shares += [0.0] * (drafter.block_size - 1 - len(shares))
+    shares += [0.0] * (request.block_size - 1 - len(shares))
     return Completion(
         text=request.text,
         token_ids=list(request.output),

@@ -63,6 +63,7 @@ class Request:
         self.output: list[int] = []
         self.text = ""
         self.finish_reason: str | None = "length" if self.limit == 0 else None
+        self.block_size = 1  # slots of a block in the rounds, the anchor included
         self.rounds = 0
         self.accepted_at: list[int] = []
         self.drafted = 0

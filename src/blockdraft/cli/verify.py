@@ -38,11 +38,8 @@ def run(args: argparse.Namespace) -> int:
     conversations = read_prompts(args.prompts or own)[: args.limit]
     target, drafter = options.load(args)
     assert drafter is not None
-    if not params.greedy:
-        import torch
-
-        if target.dtype != torch.float32:
-            raise UsageError("sampled outputs can be compared token by token in float32 only; add --dtype float32")
+    if target.dtype.itemsize < 4 and not (params.greedy and params.repetition_penalty == 1.0):
+        raise UsageError("outputs that are sampled or penalised are compared token by token in float32 only; add --dtype float32")
     from blockdraft.progress import Progress
 
     prompts = [encode(target, turns[0]) for turns in conversations]
