@@ -51,7 +51,9 @@ def against_transformers(target, plain, ids, tokens, repeats):
 
     def hf():
         began = time.perf_counter()
-        plain.generate(tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        plain.generate(
+            tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+        )
         return time.perf_counter() - began
 
     def ours():
@@ -84,9 +86,7 @@ def against_ar(target, drafter, encoded, tokens):
         rounds += its_rounds
         emitted += len(drafted.output) - 1
         same += plain.output == drafted.output
-    split = {
-        name: 1e3 * statistics.median(getattr(round, f"{name}_seconds") for round in rounds) for name in ("draft", "verify")
-    }
+    split = {name: 1e3 * statistics.median(getattr(round, f"{name}_seconds") for round in rounds) for name in ("draft", "verify")}
     split["other"] = 1e3 * statistics.median(r.seconds - r.draft_seconds - r.verify_seconds for r in rounds)
     return {
         "prompts": len(encoded),
@@ -150,7 +150,11 @@ def main() -> None:
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     return names[0] if names else platform.processor()
 
 

@@ -11,6 +11,7 @@ from tests import tiny
 from tests.doubles import random_drafter
 from tests.training import train_tiny
 
+
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     torch.set_num_threads(min(2, os.cpu_count() or 1))

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from transformers import Qwen3Config
 
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
 from blockdraft.proposal import Proposal
 from blockdraft.target import Target
-from transformers import Qwen3Config
 
 
 class Scripted:

@@ -70,7 +70,11 @@ def test_rejection_emits_the_target_law(name):
     for i in range(20_000):
         drafted = draw(q, counter_uniform(1, i))
         path, bonus = reject(
-            [drafted], q[None], lambda node, emitted: p, lambda j, i=i: counter_uniform(2, i), lambda j, i=i: counter_uniform(3, i, j)
+            [drafted],
+            q[None],
+            lambda node, emitted: p,
+            lambda j, i=i: counter_uniform(2, i),
+            lambda j, i=i: counter_uniform(3, i, j),
         )
         counts[drafted if len(path) == 2 else bonus] += 1
     assert counts[p == 0].sum() == 0

@@ -179,7 +179,11 @@ def test_another_target_needs_a_drafter(tiny_folder, capsys):
 
 def test_damaged_rows_name_their_line(pair, capsys, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    for line, message in (("{", "line 2: not valid JSON"), ('{"x": 1}', "line 2: a row needs"), ('{"prompt": ""}', "line 2: a row needs")):
+    for line, message in (
+        ("{", "line 2: not valid JSON"),
+        ('{"x": 1}', "line 2: a row needs"),
+        ('{"prompt": ""}', "line 2: a row needs"),
+    ):
         path.write_text('{"prompt": "fine"}\n' + line)
         status, out, err = run(capsys, "generate", "--prompts", path, *pair)
         assert (status, out) == (2, "")
@@ -208,7 +212,9 @@ def test_demo_explains_a_difference(pair, capsys, monkeypatch):
 
     own = module.follow
     monkeypatch.setattr(
-        module, "follow", lambda tokens, parents, choose: (lambda path, bonus: (path, (bonus + 1) % 260))(*own(tokens, parents, choose))
+        module,
+        "follow",
+        lambda tokens, parents, choose: (lambda path, bonus: (path, (bonus + 1) % 260))(*own(tokens, parents, choose)),
     )
     status, out, _ = run(capsys, "demo", "hello", *pair)
     assert status == 1
@@ -230,7 +236,9 @@ def test_verify_proves_and_disproves(pair, capsys, monkeypatch):
 
     own = module.follow
     monkeypatch.setattr(
-        module, "follow", lambda tokens, parents, choose: (lambda path, bonus: (path, (bonus + 7) % 260))(*own(tokens, parents, choose))
+        module,
+        "follow",
+        lambda tokens, parents, choose: (lambda path, bonus: (path, (bonus + 7) % 260))(*own(tokens, parents, choose)),
     )
     for options in (pair, bf16):
         status, out, _ = run(capsys, "verify", *options, "--limit", "2")
@@ -261,7 +269,7 @@ def test_chat_keeps_both_caches(pair, capsys, monkeypatch):
 
     monkeypatch.setattr(Decoder, "_shared_prefix", shared)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\nand more\n\n/reset\nhello\n/exit\n"))
-    status, out, err = run(capsys, "chat", *pair, "--stats")
+    status, _, err = run(capsys, "chat", *pair, "--stats")
     assert status == 0
     assert err.count("acceptance length") == 3
     first, second, third = kept

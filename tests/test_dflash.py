@@ -135,7 +135,13 @@ def test_layer_types_of_another_depth_are_refused(llama):
 
 @pytest.mark.parametrize(
     ("layers", "taps", "expected"),
-    [(36, 5, [1, 9, 17, 25, 33]), (30, 4, [1, 10, 18, 27]), (30, 5, [1, 8, 14, 20, 27]), (64, 5, [1, 16, 31, 46, 61]), (30, 1, [15])],
+    [
+        (36, 5, [1, 9, 17, 25, 33]),
+        (30, 4, [1, 10, 18, 27]),
+        (30, 5, [1, 8, 14, 20, 27]),
+        (64, 5, [1, 16, 31, 46, 61]),
+        (30, 1, [15]),
+    ],
 )
 def test_default_taps(layers, taps, expected):
     assert default_taps(layers, taps) == expected

@@ -44,7 +44,7 @@ def exact_law(target, params):
 
 def p_value(law, samples):
     """Chi-square over the sequences, rare ones pooled; 0 if an impossible one appeared."""
-    counts = {key: 0 for key in law}
+    counts = dict.fromkeys(law, 0)
     for sample in samples:
         counts[sample] += 1
     if any(law[key] < 1e-9 and count for key, count in counts.items()):

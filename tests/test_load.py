@@ -35,10 +35,16 @@ NESTED = {"mask_token_id": 3, "target_layer_ids": [0, 2, 3]}
 MISFITS = {
     "hidden size": ({"hidden_size": 40}, "fc.weight has shape|hidden size 40, the target 32"),
     "layers": ({"num_target_layers": 7}, "a target of 7 layers, the target 5 layers"),
-    "last layer": ({"dflash_config": {**NESTED, "target_layer_ids": [0, 2, 4]}}, r"tapped layers \[0, 2, 4\], the target layers 0 to 3"),
+    "last layer": (
+        {"dflash_config": {**NESTED, "target_layer_ids": [0, 2, 4]}},
+        r"tapped layers \[0, 2, 4\], the target layers 0 to 3",
+    ),
     "order": ({"dflash_config": {**NESTED, "target_layer_ids": [2, 0, 3]}}, "do not increase"),
     "vocabulary": ({"vocab_size": 5000}, "a vocabulary of 5000, the target 67 embedding rows"),
-    "mask out of range": ({"dflash_config": {**NESTED, "mask_token_id": 67}}, "mask token id 67, the target embedding rows 0 to 66"),
+    "mask out of range": (
+        {"dflash_config": {**NESTED, "mask_token_id": 67}},
+        "mask token id 67, the target embedding rows 0 to 66",
+    ),
     "mask negative": ({"dflash_config": {**NESTED, "mask_token_id": -1}}, "mask token id -1"),
     "mask missing": ({"dflash_config": {"target_layer_ids": [0, 2, 3]}}, "no 'mask_token_id'"),
     "depth": ({"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, "unknown: layers.2."),

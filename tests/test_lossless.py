@@ -41,9 +41,7 @@ def make(kind, llama, trained, answers):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("block_size", [1, 2, 5, 8, 16])
-@pytest.mark.parametrize(
-    "kind", ["random", "trained", "always-wrong", "always-right", "mask-emitting", "stop-emitting", "tree"]
-)
+@pytest.mark.parametrize("kind", ["random", "trained", "always-wrong", "always-right", "mask-emitting", "stop-emitting", "tree"])
 def test_cross_product(kind, block_size, batch_size, llama, trained, answers):
     drafter = make(kind, llama, trained, answers)
     prompts = PROMPTS if batch_size > 1 else PROMPTS[:2]

@@ -134,8 +134,26 @@ def test_linear_layers_are_packed_where_they_can_be_and_gradients_still_flow():
     assert target.model.lm_head.weight.grad is not None
 
 
+def test_a_module_that_cannot_read_slices_runs_unpacked(monkeypatch):
+    """Packing is an optimisation: where it breaks a model, the model runs without it, and that is said."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def flat(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj((self.act_fn(gate.view(-1)) * up.view(-1)).view(gate.shape))
+
+    monkeypatch.setattr(LlamaMLP, "forward", flat)
+    with pytest.warns(UserWarning, match="linear layers run unpacked"):
+        target = tiny.target("llama")
+    assert target.packed_bytes == 0
+    assert not any(isinstance(m, PackedLinear) for m in target.model.modules())
+    assert hand_greedy(target.model, tiny.prompt(4), 3) == hand_greedy(tiny.model("llama"), tiny.prompt(4), 3)
+
+
 REFUSED = {
-    "encoder-decoder": (lambda: transformers.T5Config(d_model=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=50), "encoder-decoder"),
+    "encoder-decoder": (
+        lambda: transformers.T5Config(d_model=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=50), "encoder-decoder"
+    ),
     "recurrent": (lambda: transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50), "recurrent state"),
     "hybrid": (
         lambda: transformers.Lfm2Config(

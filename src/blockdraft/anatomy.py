@@ -1,5 +1,6 @@
 """Where a causal language model keeps its parts: found by watching one forward pass, never by their names."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ class Anatomy:
         layers: the decoder layers in order.
         final_norm: what stands between the last layer and the head, or None if nothing does.
         head: maps ``[..., hidden]`` to ``[..., rows]``, before any soft cap or multiplier of the model.
+        linears: the linear layers in groups that read the same tensor, each layer called exactly once per pass.
     """
 
     embedding: nn.Embedding
     layers: list[nn.Module]
     final_norm: nn.Module | None
     head: nn.Module
+    linears: list[list[nn.Linear]]
 
 
 @dataclass(eq=False)
@@ -97,7 +100,7 @@ def dissect(model: PreTrainedModel, ids: Tensor) -> tuple[Anatomy, Tensor]:
         if not found:
             raise UsageError(f"{type(model).__name__}: no {part} found in a forward pass; this model is not supported")
     assert isinstance(embedding, nn.Embedding) and layers and head_call is not None
-    return Anatomy(embedding, layers, _final_norm(calls, head_call, layers[-1]), head_call.module), logits
+    return Anatomy(embedding, layers, _final_norm(calls, head_call, layers[-1]), head_call.module, _linears(calls)), logits
 
 
 def _decoder_layers(model: nn.Module, count: int, called: list[nn.Module]) -> list[nn.Module] | None:
@@ -106,6 +109,22 @@ def _decoder_layers(model: nn.Module, count: int, called: list[nn.Module]) -> li
     lists = [(name.count("."), m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     fitting = [(depth, list(m)) for depth, m in lists if len(m) == count and all(id(layer) in ran for layer in m)]
     return min(fitting, key=lambda found: found[0])[1] if fitting else None
+
+
+def _linears(calls: list[_Call]) -> list[list[nn.Linear]]:
+    """Linear layers in calling order; neighbours that read the very same tensor, with or without bias alike, in one group."""
+    times = Counter(id(call.module) for call in calls)
+    groups: list[list[_Call]] = []
+    for call in calls:
+        if type(call.module) is not nn.Linear or times[id(call.module)] > 1:
+            continue
+        before = groups[-1][-1] if groups else None
+        same = before is not None and before.inputs[0] is call.inputs[0]
+        if same and isinstance(before, _Call) and (before.module.bias is None) == (call.module.bias is None):
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    return [[call.module for call in group] for group in groups]  # type: ignore[misc]
 
 
 def _final_norm(calls: list[_Call], head: _Call, last_layer: nn.Module) -> nn.Module | None:

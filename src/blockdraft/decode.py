@@ -15,7 +15,7 @@ from blockdraft.accept import follow, reject
 from blockdraft.drafters.base import Drafter
 from blockdraft.proposal import Proposal
 from blockdraft.request import Request
-from blockdraft.sampling import ACCEPT
+from blockdraft.sampling import ACCEPT, best
 from blockdraft.target import Target
 
 
@@ -115,7 +115,7 @@ class Decoder:
     def _plain_round(self) -> Round:
         logits = self.target.step(self.cache, self._anchors())
         if all(request.sampler.plain_greedy for request in self.active):
-            tokens = logits.argmax(-1).tolist()
+            tokens = best(logits).tolist()
         else:
             tokens = [request.sampler.choose(logits[i], request.ids) for i, request in enumerate(self.active)]
         for request, token in zip(self.active, tokens, strict=True):
@@ -145,7 +145,7 @@ class Decoder:
     def _accept(self, proposal: Proposal, logits: Tensor) -> tuple[list[list[int]], list[int]]:
         """Each row's path of nodes, and its bonus token."""
         greedy = all(request.sampler.plain_greedy for request in self.active)
-        choices = logits.argmax(-1).tolist() if greedy else None
+        choices = best(logits).tolist() if greedy else None
         candidates = proposal.tokens.tolist()
         parents = proposal.parents.tolist() if proposal.parents is not None else None
         paths, bonuses = [], []
@@ -181,7 +181,7 @@ class Decoder:
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Draft tokens and laws; rows under the match rule get their most probable tokens."""
-        tokens, laws = logits.argmax(-1), torch.zeros_like(logits, dtype=torch.float32)
+        tokens, laws = best(logits), torch.zeros_like(logits, dtype=torch.float32)
         for i, request in enumerate(self.active):
             if request.params.acceptance == "rejection":
                 tokens[i], laws[i] = request.sampler.draw_draft(logits[i], len(request.prompt) + len(request.output))

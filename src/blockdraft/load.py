@@ -155,7 +155,7 @@ def load_drafter(path: str | Path | None, target: Target) -> DFlashDrafter:
     network = zlab.read(folder)
     check_pair(network, target, name)
     network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
-    pack_linears(network, target.dtype, target.device)
+    pack_linears(network.linears(), target.dtype, target.device)
     return DFlashDrafter(network, target.embed, target.head, name=name)
 
 

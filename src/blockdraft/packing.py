@@ -2,11 +2,14 @@
 
 A plain ``nn.Linear`` over a handful of rows runs at a fraction of the memory bandwidth: the matrix is traversed in a
 layout made for other shapes, or reordered in every call. Packed once, products of 1 to 16 rows cost about the same: the
-property that speculative decoding lives on. ``docs/architecture.md`` has the measured figures.
+property that speculative decoding lives on. Layers that read the same tensor (query, key and value; gate and up) are packed
+as one matrix. ``docs/architecture.md`` has the measured figures.
 """
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +18,44 @@ from torch import Tensor, nn
 ROWS_HINT = 8  # oneDNN picks the layout for a number of rows; 8 serves 1 to 32 rows well (benchmarks/linear.py)
 
 
-class PackedLinear(nn.Linear):
-    """An ``nn.Linear`` that multiplies with its packed weight whenever no gradient is asked for."""
+class Packed:
+    """The packed weights of linear layers that read the same tensor, one product for all of them.
 
-    packed: Tensor
+    Args:
+        linears: layers of equal input width; all have a bias or none has.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+        self._readers = len(linears)
+        self._last: tuple[Tensor, Tensor, int] | None = None  # input, product, readers that have not had it yet
+
+    def product(self, input: Tensor) -> Tensor:
+        """``[..., all outputs]``; the siblings' calls with the very same tensor share one computation."""
+        last = self._last
+        if last is not None and last[0] is input:
+            _, output, waiting = last
+        else:
+            output = torch.ops.mkldnn._linear_pointwise(input.contiguous(), self._weight, self._bias, "none", [], "")
+            waiting = self._readers
+        # The last reader drops it: a buffer that is refilled later under the same identity is multiplied anew.
+        self._last = (input, output, waiting - 1) if waiting > 1 else None
+        return output
+
+
+class PackedLinear(nn.Linear):
+    """An ``nn.Linear`` that multiplies with packed weights whenever no gradient is asked for."""
+
+    packed: Any  # Packed; nn.Module's attributes know only tensors and modules
+    outputs: Any  # slice
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return F.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input.contiguous(), self.packed, self.bias, "none", [], "")
+        return self.packed.product(input)[..., self.outputs]
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -35,24 +67,37 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32
 
 
-def pack_linears(module: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Pack every plain linear layer of a module in place; the parameters stay as they are.
+def pack_linears(groups: Sequence[Sequence[nn.Linear]], dtype: torch.dtype, device: torch.device) -> int:
+    """Pack groups of plain linear layers in place; the parameters stay as they are.
+
+    Args:
+        groups: layers that read the same tensor, in one forward pass each exactly once.
 
     Returns:
         The bytes that the packed copies take: 0 if this machine cannot pack, or has no memory for a second copy.
     """
     if not can_pack(dtype, device):
         return 0
-    linears = [m for m in module.modules() if type(m) is nn.Linear and m.weight.dtype == dtype]
-    needed = sum(m.weight.numel() * m.weight.element_size() for m in linears)
+    groups = [[m for m in group if type(m) is nn.Linear and m.weight.dtype == dtype] for group in groups]
+    needed = sum(m.weight.numel() * m.weight.element_size() for group in groups for m in group)
     if needed > 0.5 * available_memory():
         warnings.warn(f"{needed >> 20} MiB of packed weights do not fit into memory: linear layers run unpacked, slower")
         return 0
-    with torch.no_grad():
-        for linear in linears:
+    for group in filter(None, groups):
+        packed, start = Packed(group), 0
+        for linear in group:
             linear.__class__ = PackedLinear
-            linear.packed = pack(linear.weight)
+            member = cast(PackedLinear, linear)
+            member.packed, member.outputs = packed, slice(start, start + linear.out_features)
+            start += linear.out_features
     return needed
+
+
+def unpack_linears(groups: Sequence[Sequence[nn.Linear]]) -> None:
+    """Undo ``pack_linears``."""
+    for linear in (linear for group in groups for linear in group if isinstance(linear, PackedLinear)):
+        del linear.packed, linear.outputs
+        linear.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def available_memory() -> float:
@@ -63,8 +108,3 @@ def available_memory() -> float:
             if line.startswith("MemAvailable:"):
                 return float(line.split()[1]) * 1024
     return float("inf")
-
-
-def pack(weight: Tensor) -> Tensor:
-    """The packed form of a weight ``[out, in]``; opaque, only for ``torch.ops.mkldnn._linear_pointwise``."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)

@@ -20,7 +20,9 @@ FULL = os.environ.get("BLOCKDRAFT_REALITY") == "full"
 def rows() -> tuple[str, list[str]]:
     """Where prompts come from, and first turns, one task after the other in turn."""
     if EVALUATION.is_dir():
-        tasks = [[json.loads(line)["turns"][0] for line in file.read_text().splitlines()] for file in sorted(EVALUATION.glob("*.jsonl"))]
+        tasks = [
+            [json.loads(line)["turns"][0] for line in file.read_text().splitlines()] for file in sorted(EVALUATION.glob("*.jsonl"))
+        ]
         return f"evaluation sets in {EVALUATION.parent.parent.name}/", [task[i] for i in range(10) for task in tasks]
     own = Path(str(resources.files("blockdraft"))) / "prompts.jsonl"
     return "prompts of our own", [json.loads(line)["prompt"] for line in own.read_text().splitlines()]

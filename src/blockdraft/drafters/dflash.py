@@ -19,6 +19,7 @@ from blockdraft.attention import additive, attend, visibility
 from blockdraft.cache import KVCache, Span
 from blockdraft.drafters.base import Draw
 from blockdraft.proposal import Proposal
+from blockdraft.sampling import best
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,15 @@ class DFlash(nn.Module):
         self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(c)
 
+    def linears(self) -> list[list[nn.Linear]]:
+        """The linear layers in groups that always read the same tensor; only block rows have queries."""
+        groups = [[self.fc]]
+        for layer in self.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            groups += [[attention.q_proj], [attention.k_proj, attention.v_proj], [attention.o_proj]]  # type: ignore[union-attr, list-item]
+            groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]  # type: ignore[union-attr, list-item]
+        return groups
+
     def inject(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Context keys and values of every layer.
 
@@ -216,7 +226,7 @@ class DFlashDrafter:
         with torch.inference_mode():
             logits = self.logits(anchors, widths)[:, 1:]
             if draw is None:
-                return Proposal(logits.argmax(-1), list(widths))
+                return Proposal(best(logits), list(widths))
             tokens, probabilities = draw(logits)
             return Proposal(tokens, list(widths), probabilities=probabilities)
 
