@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _quiet_libraries() -> None:
     """Only blockdraft speaks: no progress bars or notices of the libraries below, no telemetry of the hub's."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
