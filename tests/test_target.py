@@ -1,5 +1,7 @@
 """Target: parts are found, taps are the tapped layers' outputs, unsupported models are refused with the reason."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -42,11 +44,11 @@ class Renamed(LlamaPreTrainedModel, GenerationMixin):
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past, past + x.shape[1])[None]
-        key = "cache" if "cache" in create_causal_mask.__code__.co_varnames else "past_key_values"
+        key = "cache" if "cache" in inspect.signature(LlamaDecoderLayer.forward).parameters else "past_key_values"
         mask = create_causal_mask(self.config, x, attention_mask, position_ids=position_ids, **{key: cache})
         rope = self.drehung(x, position_ids=position_ids)
         for layer in self.stapel:
-            x = layer(x, attention_mask=mask, position_embeddings=rope, position_ids=position_ids, cache=cache)
+            x = layer(x, attention_mask=mask, position_embeddings=rope, position_ids=position_ids, **{key: cache})
         return CausalLMOutputWithPast(logits=self.kopf(self.schluss(x)), past_key_values=cache)
 
 

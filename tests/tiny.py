@@ -57,7 +57,8 @@ def model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float
     name, differing = FAMILIES[family]
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**{**COMMON, **differing, **changes})
-    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    own = "eager" if getattr(config, "attn_logit_softcapping", None) else None  # some versions' default drops the cap
+    return AutoModelForCausalLM.from_config(config, attn_implementation=own).to(dtype).eval()
 
 
 def target(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Target:

@@ -66,6 +66,9 @@ class Target:
         self._cache_argument = "cache" if "cache" in signature else "past_key_values"
         self._keeps_logits = "logits_to_keep" in signature
         self.forwards = 0
+        if getattr(self.config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
+            # Older transformers pick an attention that drops the cap without a word: let the model's own passes keep it too.
+            model.config._attn_implementation = "eager"
         self._examine()
 
     def _examine(self) -> None:
