@@ -22,6 +22,7 @@ class Anatomy:
         layers: the decoder layers in order.
         final_norm: what stands between the last layer and the head, or None if nothing does.
         head: maps ``[..., hidden]`` to ``[..., rows]``, before any soft cap or multiplier of the model.
+        tappable: whether embedding, layers and head all work on ``[rows, tokens, hidden]``.
         linears: the linear layers in groups that read the same tensor, each layer called exactly once per pass.
     """
 
@@ -29,6 +30,7 @@ class Anatomy:
     layers: list[nn.Module]
     final_norm: nn.Module | None
     head: nn.Module
+    tappable: bool
     linears: list[list[nn.Linear]]
 
 
@@ -100,7 +102,11 @@ def dissect(model: PreTrainedModel, ids: Tensor) -> tuple[Anatomy, Tensor]:
         if not found:
             raise UsageError(f"{type(model).__name__}: no {part} found in a forward pass; this model is not supported")
     assert isinstance(embedding, nn.Embedding) and layers and head_call is not None
-    return Anatomy(embedding, layers, _final_norm(calls, head_call, layers[-1]), head_call.module, _linears(calls)), logits
+    outputs = [first_tensor(call.output) for call in calls if any(call.module is layer for layer in layers)]
+    shape = (1, ids.shape[1], config.hidden_size)
+    tappable = embedding.embedding_dim == config.hidden_size and all(x.shape == shape for x in [*outputs, head_call.inputs[0]])
+    norm = _final_norm(calls, head_call, layers[-1])
+    return Anatomy(embedding, layers, norm, head_call.module, tappable, _linears(calls)), logits
 
 
 def _decoder_layers(model: nn.Module, count: int, called: list[nn.Module]) -> list[nn.Module] | None:

@@ -75,6 +75,7 @@ class Decoder:
         row = len(self.active)
         kept = self._shared_prefix(row, request) if reuse else 0
         self._truncate(row, kept)
+        self._held.pop(row, None)  # until the prompt is in, the row is nobody's
         logits = None
         for logits, features in self.target.prefill(self.cache, row, request.prompt[kept:], self.taps):
             if self.drafter is not None:
@@ -101,8 +102,9 @@ class Decoder:
         return round
 
     def abandon(self) -> None:
-        """Give up all requests in flight; their rows are free, and what was committed can still be reused."""
+        """Give up all requests in flight. An interrupt may have left target and drafter apart, so nothing is reused."""
         self.active.clear()
+        self._held.clear()
 
     @staticmethod
     def _clock(round: Round, began: float, waiting: list[Request]) -> float:

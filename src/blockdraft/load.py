@@ -2,7 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from blockdraft.drafters.dflash import DFlash, DFlashDrafter
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.formats import zlab
 from blockdraft.packing import pack_linears
-from blockdraft.store import IDENTITY_FILE, SHORT_NAMES, obtain, weights_digest
+from blockdraft.store import SHORT_NAMES, obtain, stored_identity, weights_digest
 from blockdraft.target import Target, refuse_unsupported
 
 DEFAULT_TARGET = "smollm2-135m"
@@ -88,10 +90,12 @@ def load_target(name: str | Path = DEFAULT_TARGET, dtype: str | torch.dtype | No
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
     text = str(name)
+    if not text.strip():
+        raise UsageError("the target's name is empty; give a model folder, a .gguf file or a Hugging Face id")
     source: str | Path = obtain(text) if text in SHORT_NAMES else name
     digest = None
     if text in SHORT_NAMES:
-        digest = json.loads((Path(source) / IDENTITY_FILE).read_text())["weights_sha256"]
+        digest = stored_identity(Path(source))["weights_sha256"]
     if Path(source).is_file() or text.endswith(".gguf"):
         if not Path(source).is_file():
             raise UsageError(f"there is no file {text}; give a .gguf file, a model folder or a Hugging Face id")
@@ -108,9 +112,11 @@ def _load_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[PreTrained
     if not Path(source).exists() and (str(source).count("/") > 1 or str(source).startswith((".", "/", "~"))):
         raise UsageError(f"there is no folder {source}; give a model folder, a .gguf file or a Hugging Face id")
     config = AutoConfig.from_pretrained(source)
+    if "DFlashDraftModel" in (getattr(config, "architectures", None) or []):
+        raise UsageError(f"{source} is a drafter, not a target; give it with --drafter")
     if config.is_encoder_decoder:
         raise UsageError(f"{source} is an encoder-decoder model; blockdraft decodes decoder-only models")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    model = _whole(source, *AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True))
     refuse_unsupported(model)
     return model, AutoTokenizer.from_pretrained(source)
 
@@ -118,21 +124,46 @@ def _load_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[PreTrained
 def load_gguf(file: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a GGUF file, dequantized."""
     where: dict[str, Any] = {"gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(file.parent, quantization_config=GgufConfig(dequantize=True), dtype=dtype, **where)
+    dequantize = GgufConfig(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        file.parent, quantization_config=dequantize, dtype=dtype, output_loading_info=True, **where
+    )
+    model = _whole(file, *loaded)
     return model, AutoTokenizer.from_pretrained(file.parent, **where)
 
 
-def explained(name: str, load: Callable[[], T]) -> T:
-    """Turn what transformers raises into one sentence."""
+def _whole(source: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> PreTrainedModel:
+    """The model, if no parameter had to be made up."""
+    made_up = sorted(map(str, [*info.get("missing_keys", ()), *info.get("mismatched_keys", ())]))
+    if made_up:
+        more = f" and {len(made_up) - 3} more" if len(made_up) > 3 else ""
+        raise BlockdraftError(f"{source} lacks weights of {type(model).__name__}: {', '.join(made_up[:3])}{more}")
+    return model
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        return load()
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def explained(name: str, load: Callable[[], T]) -> T:
+    """Turn whatever transformers raises into one sentence."""
+    try:
+        with _without_bars():
+            return load()
     except BlockdraftError:
         raise
     except SafetensorError as error:
         raise BlockdraftError(f"the weights of {name} are damaged: {error}; fetch them again") from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise BlockdraftError(f"cannot load target {name}: {first.strip()}") from error
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise BlockdraftError(f"cannot load target {name}: {reason[:300]}") from error
 
 
 # ---- drafters
@@ -148,6 +179,8 @@ def load_drafter(path: str | Path | None, target: Target) -> DFlashDrafter:
     Raises:
         UsageError: not a drafter, damaged, made for another target, or none shipped for this one; names both sides.
     """
+    if path is not None and not str(path).strip():
+        raise UsageError("the drafter's name is empty; give a folder in z-lab's layout")
     folder = shipped_drafter(target) if path is None else Path(path).expanduser()
     name = f"{target.name}-dflash" if path is None else str(path)
     if not folder.is_dir():
@@ -175,7 +208,7 @@ def shipped_drafter(target: Target) -> Path:
         if target.digest == wanted["weights_sha256"]:
             return folder
     raise UsageError(
-        f"no drafter ships for target {target.name}; give one with --drafter FOLDER, or decode without one with --method ar"
+        f"no drafter ships for target {target.name}; give one with --drafter FOLDER (generate and chat also run without: --method ar)"
     )
 
 
@@ -191,6 +224,7 @@ def check_pair(network: DFlash, target: Target, name: str) -> None:
     rows = target.embedding.num_embeddings
     real = len(target.tokenizer) if target.tokenizer is not None else min(rows, vocabulary)
     checks = (
+        (target.tappable, "features of one hidden state per token", "layers or an embedding of another shape"),
         (width == target.hidden_size, f"hidden size {width}", f"{target.hidden_size}"),
         (config.target_layers == layers, f"a target of {config.target_layers} layers", f"{layers} layers"),
         (taps == sorted(set(taps)) and taps[0] >= 0, f"tapped layers {taps} that do not increase", f"{layers} layers"),

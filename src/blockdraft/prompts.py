@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from blockdraft.errors import UsageError
 from blockdraft.target import Target
 
@@ -36,7 +38,7 @@ def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool 
     if raw:
         if not isinstance(prompt, str) or system is not None:
             raise UsageError("without the chat template a prompt is one text, with no roles and no system message")
-        return list(tokenizer(prompt)["input_ids"])
+        return list(tokenizer(_encodable(prompt))["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"{target.name} has no chat template; continue plain text with --raw")
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -44,8 +46,23 @@ def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool 
         raise UsageError("the prompt is empty; give at least one token of text")
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    if system is not None and sum(message["role"] == "system" for message in messages) > 1:
+        raise UsageError("--system is given, and the messages have a system message of their own; leave one of them out")
+    for message in messages:
+        _encodable(message["content"])
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except TemplateError as error:
+        raise UsageError(f"the chat template of {target.name} refuses these messages: {error}") from error
     return list(ids)
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the prompt {text[:40]!r} holds bytes that are no UTF-8 text; mend its encoding") from None
+    return text
 
 
 def read_prompts(path: Path) -> list[list[list[Message]]]:
@@ -57,7 +74,7 @@ def read_prompts(path: Path) -> list[list[list[Message]]]:
         UsageError: no such file, or a row that is none of these; names the line.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would also part at U+2028 inside a text
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from error
     rows = [_turns(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
@@ -34,7 +35,7 @@ class SamplingParams:
         top_p: keep tokens while the mass before them is below p; 1: all.
         min_p: drop tokens below this share of the most probable one; 0: none.
         repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or output; 1: off.
-        seed: of the noise; None draws one, which the result reports.
+        seed: of the noise; None draws one, which the result reports. Greedy decoding has no noise.
         stop: strings; the text ends before the first that appears.
         stop_token_ids: end tokens; None: those of the target's generation config.
         ignore_eos: do not stop at end tokens at all.
@@ -75,6 +76,10 @@ class SamplingParams:
         for valid, name, wanted in checks:
             if not valid:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+        if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.min_p):
+            raise UsageError(
+                "top_k, top_p and min_p have no effect at temperature 0 (greedy); leave them out or raise the temperature"
+            )
         if self.temperature == 0 and self.acceptance == "rejection":
             raise UsageError("the rejection rule needs temperature > 0; a greedy draft of a greedy target has nothing to reject")
         for processor in self.logits_processors:
@@ -136,9 +141,19 @@ class Sampler:
     def choose(self, logits: Tensor, prefix: Sequence[int]) -> int:
         """The target's token after ``prefix``: the largest score, or drawn with the noise of its position."""
         scores = self.scores(logits, prefix)
-        if self.params.greedy:
-            return int(best(scores))
-        return draw(torch.softmax(scores, dim=-1), self.uniform(len(prefix)))
+        return int(best(scores if self.params.greedy else self.perturbed(scores, len(prefix))))
+
+    def perturbed(self, scores: Tensor, position: int) -> Tensor:
+        """Scores ``[vocabulary]`` plus Gumbel noise of this position, in float64: the largest is a draw from their softmax.
+
+        Each token has its own noise, so rounding of the scores can only swap tokens whose perturbed scores nearly tie.
+        (Inverting the cumulative distribution at one number would let every rounding error move every edge behind it.)
+        """
+        possible = scores.isfinite().nonzero()[:, 0]
+        noise = counter_gumbel(possible.cpu().numpy(), self.seed, self.row, position, CHOICE)
+        perturbed = torch.full_like(scores, float("-inf"), dtype=torch.float64)
+        perturbed[possible] = scores[possible].double() + torch.from_numpy(noise).to(scores.device)
+        return perturbed
 
     def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         """Probabilities ``[vocabulary]`` of the token after ``prefix``."""
@@ -178,6 +193,16 @@ def counter_uniform(*key: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
+def counter_gumbel(tokens: np.ndarray, *key: int) -> np.ndarray:
+    """Standard Gumbel noise ``[tokens]`` float64, each a pure function of the key and the token's id."""
+    state = 0
+    for part in key:
+        state = _mix(state ^ (part & _MASK))
+    bits = _mix_array(np.uint64(state) ^ _mix_array(tokens.astype(np.uint64)))
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return -np.log(-np.log(uniform))
+
+
 _MASK = (1 << 64) - 1
 
 
@@ -186,6 +211,14 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
+
+
+def _mix_array(x: np.ndarray) -> np.ndarray:
+    """``_mix`` over uint64, whose arithmetic wraps by itself."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _call_stateless(processor: LogitsProcessor, ids: Tensor, scores: Tensor) -> Tensor:

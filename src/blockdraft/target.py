@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from blockdraft.anatomy import dissect, first_tensor
 from blockdraft.attention import attending_over
@@ -36,6 +36,7 @@ class Target:
     Attributes:
         model, tokenizer: the plain transformers objects.
         embedding, head, layers, final_norm: its parts, found by structure.
+        tappable: whether its layers put out one hidden state of the model's width per token, as drafters need.
         hidden_size, vocab_size: width, and rows of the head.
         context: most positions the model was made for.
         dtype, device: of the weights.
@@ -77,16 +78,23 @@ class Target:
         ids = torch.randint(0, self.config.vocab_size, (1, 12), generator=generator).to(self.device)
         parts, plain = dissect(self.model, ids)
         self.embedding, self.head, self.layers = parts.embedding, parts.head, parts.layers
-        self.final_norm = parts.final_norm
+        self.final_norm, self.tappable = parts.final_norm, parts.tappable
         self.vocab_size = plain.shape[-1]
+        if not plain.isfinite().all():
+            raise UsageError(
+                f"{self.name}: its logits are not finite numbers; the weights are damaged, or too large for {self.dtype}"
+            )
         self.packed_bytes = pack_linears(parts.linears, self.dtype, self.device)
         try:
             cached = self._branching_logits(ids)
-        except RuntimeError as cause:  # a module that cannot read a slice of a joint product
+        except (RuntimeError, NotImplementedError) as cause:  # a module that cannot read a slice of a joint product
             unpack_linears(parts.linears)
             self.packed_bytes = 0
             warnings.warn(f"{self.name}: linear layers run unpacked, slower ({cause})")
-            cached = self._branching_logits(ids)
+            try:
+                cached = self._branching_logits(ids)
+            except (RuntimeError, NotImplementedError) as again:
+                raise UsageError(f"{self.name}: its layers cannot run over a branching cache ({again})") from again
         error = (cached.float() - plain.float()).abs().mean() / plain.float().std().clamp_min(1e-6)
         if not error < (1e-3 if self.dtype == torch.float32 else 0.2):
             raise UsageError(
@@ -217,6 +225,10 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise UsageError(f"{name} is an encoder-decoder model; blockdraft decodes decoder-only models")
+    if "longrope" in rope_types(config):
+        raise UsageError(
+            f"{name} uses longrope, whose rotary frequencies depend on the longest row of a pass; it cannot be batched exactly"
+        )
     kinds = set(getattr(config, "layer_types", None) or [])
     recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
     if getattr(model, "_is_stateful", False) or recurrent:
@@ -226,6 +238,13 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UsageError(f"{name} computes attention by itself; blockdraft needs transformers' attention interface")
     if len({p.device for p in model.parameters()}) > 1:
         raise UsageError(f"{name} is spread over several devices; blockdraft runs a target on one")
+
+
+def rope_types(config: PreTrainedConfig) -> set[str]:
+    """Kinds of rotary embedding in a config, flat or per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(entry["rope_type"]) for entry in nested if "rope_type" in entry}
 
 
 def _positions(start: int, count: int, device: torch.device) -> Tensor:

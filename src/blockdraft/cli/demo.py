@@ -30,6 +30,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.markup import escape
+
+    from blockdraft.verification import is_tie
 
     if not args.prompt.strip():
         raise UsageError("the prompt is empty; give at least one token of text")
@@ -39,18 +42,22 @@ def run(args: argparse.Namespace) -> int:
 
     ids = encode(target, args.prompt, args.system)
     console = Console()
-    console.print(f"[bold]{target.name}[/], {str(target.dtype).removeprefix('torch.')} on {target.device}: {args.prompt}\n")
+    console.print(f"[bold]{escape(target.name)}[/], {str(target.dtype).removeprefix('torch.')} on {target.device}:")
+    console.print(args.prompt + "\n", markup=False, highlight=False)
     screen = Screen(console)
     plain, drafted = (Side(target, chosen, args) for chosen in (None, drafter))
     for side in (plain, drafted):
         side.warm_up(ids)
     with screen.live(plain, drafted) as refresh:
-        for side in (plain, drafted):
-            for _ in side.answer(ids):
-                refresh()
+        try:
+            for side in (plain, drafted):
+                for _ in side.answer(ids):
+                    refresh()
+        except KeyboardInterrupt:
+            return 130  # the columns stand as far as they came
     a, b = plain.result(), drafted.result()
     console.print(verdict(target, ids, a, b), highlight=False)
-    return 0 if a.token_ids == b.token_ids or target.dtype.itemsize < 4 else 1
+    return 0 if a.token_ids == b.token_ids or target.dtype.itemsize < 4 or is_tie(target, ids, a.token_ids, b.token_ids) else 1
 
 
 class Side:
@@ -137,6 +144,9 @@ def verdict(target: "Target", ids: list[int], plain: "Completion", drafted: "Com
     tau = f", acceptance length {drafted.acceptance_length:.2f}" if drafted.acceptance_length else ""
     if plain.token_ids == drafted.token_ids:
         return f"[bold green]identical[/] ({plain.new_tokens} tokens): {speeds}{tau}"
+    from rich.markup import escape
+
     from blockdraft.verification import explain_difference
 
-    return f"[bold yellow]not identical[/]: {explain_difference(target, ids, plain.token_ids, drafted.token_ids)}; {speeds}{tau}"
+    difference = escape(explain_difference(target, ids, plain.token_ids, drafted.token_ids))
+    return f"[bold yellow]not identical[/]: {difference}; {speeds}{tau}"

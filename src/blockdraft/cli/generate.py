@@ -79,41 +79,66 @@ def _many(args: argparse.Namespace) -> int:
     conversations = read_prompts(args.prompts)
     options.sampling(args)
     target, drafter = options.load(args)
-    try:
-        _converse(args, conversations, target, drafter)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return _converse(args, conversations, target, drafter)
 
 
 def _converse(
     args: argparse.Namespace, conversations: list[list[list[dict[str, str]]]], target: "Target", drafter: "Drafter | None"
-) -> None:
+) -> int:
     """Answer turn after turn of all conversations, batched; write each answer as soon as it and those before it are there."""
     from blockdraft.decode import decode
-    from blockdraft.generation import completion
     from blockdraft.progress import Progress
+
+    history: list[list[dict[str, str]]] = [[] for _ in conversations]
+    done = status = 0
+    with Progress("Answering", sum(len(turns) for turns in conversations), unit="prompts") as progress:
+        for turn in range(max(len(turns) for turns in conversations)):
+            requests: dict[int, Request] = {}
+            for i in (i for i, turns in enumerate(conversations) if turn < len(turns)):
+                history[i] += conversations[i][turn]
+                request = _request(args, target, history[i], i, turn)
+                if request is None:
+                    status = 1  # said already; this conversation ends here
+                    conversations[i] = conversations[i][:turn]
+                else:
+                    requests[i] = request
+            pending = list(requests)
+            try:
+                for _ in decode(target, drafter, list(requests.values()), args.batch_size or 4, args.block_size):
+                    while pending and requests[pending[0]].finish_reason is not None:
+                        i = pending.pop(0)
+                        history[i].append({"role": "assistant", "content": _write(args, requests[i], i, turn, target, drafter)})
+                        done += 1
+                        progress.update(done)
+            except KeyboardInterrupt:
+                for i in (i for i in pending if requests[i].output):
+                    requests[i].interrupt()
+                    _write(args, requests[i], i, turn, target, drafter)
+                return 130
+    return status
+
+
+def _request(args: argparse.Namespace, target: "Target", messages: list[dict[str, str]], row: int, turn: int) -> "Request | None":
+    """The request of a row's turn; a first turn that cannot be asked stops the run before it begins, a later one only its row."""
     from blockdraft.prompts import encode
     from blockdraft.request import Request
 
-    sampling = options.sampling(args)
-    history: list[list[dict[str, str]]] = [[] for _ in conversations]
-    total = sum(len(turns) for turns in conversations)
-    done = tokens = 0
-    with Progress("Answering", total, unit="prompts") as progress:
-        for turn in range(max(len(turns) for turns in conversations)):
-            asked = [i for i, turns in enumerate(conversations) if turn < len(turns)]
-            for i in asked:
-                history[i] += conversations[i][turn]
-            requests = {i: Request(encode(target, history[i], args.system), sampling, target, i, args.max_context) for i in asked}
-            pending = list(asked)
-            for _ in decode(target, drafter, list(requests.values()), args.batch_size or 4, args.block_size):
-                while pending and requests[pending[0]].finish_reason is not None:
-                    i = pending.pop(0)
-                    result = completion(requests[i], target, drafter)
-                    history[i].append({"role": "assistant", "content": result.text})
-                    print(json.dumps({"index": i, "turn": turn, **result.as_dict()}, ensure_ascii=False), flush=True)
-                    done, tokens = done + 1, tokens + result.new_tokens
-                    progress.update(done)
-                    if args.stats:
-                        print(f"{i}: {options.summary(result)}", file=sys.stderr)
+    try:
+        return Request(encode(target, messages, args.system), options.sampling(args), target, row, args.max_context)
+    except UsageError as error:
+        where = f"row {row} of {args.prompts}, turn {turn}: {error}"
+        if turn == 0:
+            raise UsageError(where) from error
+        print(f"blockdraft: {where}", file=sys.stderr)
+        return None
+
+
+def _write(args: argparse.Namespace, request: "Request", row: int, turn: int, target: "Target", drafter: "Drafter | None") -> str:
+    """One line of JSON for an answer; returns its text."""
+    from blockdraft.generation import completion
+
+    result = completion(request, target, drafter)
+    print(json.dumps({"index": row, "turn": turn, **result.as_dict()}, ensure_ascii=False), flush=True)
+    if args.stats:
+        print(f"{row}: {options.summary(result)}", file=sys.stderr)
+    return result.text

@@ -6,6 +6,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import NoReturn, TextIO
 
 from blockdraft import __version__
@@ -32,11 +33,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     warnings.showwarning = _warn
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without the character shows a mark, not an error
     args = parser().parse_args(arguments)
     try:
         _quiet_libraries()
         status: int = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except BlockdraftError as error:
         print(f"blockdraft: {error}", file=sys.stderr)
@@ -47,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"blockdraft: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except Exception as error:
         if os.environ.get("BLOCKDRAFT_TRACEBACK"):
             raise
@@ -62,9 +70,12 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from logging import ERROR, getLogger
+
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    getLogger("huggingface_hub").setLevel(ERROR)
     logging.disable_progress_bar()
 
 

@@ -1,6 +1,8 @@
 """Options that several commands share, and what they stand for."""
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,8 @@ def positive(text: str) -> int:
 def sampling(args: argparse.Namespace) -> "SamplingParams":
     from blockdraft.sampling import SamplingParams
 
+    if args.seed is not None and args.temperature == 0:
+        print("blockdraft: note: --seed has no effect at temperature 0, which is greedy", file=sys.stderr)
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -77,6 +81,10 @@ def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, D
         raise UsageError("--drafter has no effect with --method ar; leave one of them out")
     if plain and args.block_size is not None:
         raise UsageError("--block-size has no effect with --method ar; leave one of them out")
+    if args.threads and args.threads > 4 * (os.cpu_count() or 1):
+        raise UsageError(f"--threads {args.threads} is far above this machine's {os.cpu_count()} cores; use at most that many")
+    if plain and getattr(args, "acceptance", "match") != "match":
+        raise UsageError("--acceptance has no effect with --method ar; leave one of them out")
     if args.threads:
         torch.set_num_threads(args.threads)
     target = load_target(args.target, dtype=args.dtype or dtype, device=args.device)

@@ -28,7 +28,10 @@ def read(folder: Path) -> DFlash:
         UsageError: not a DFlash drafter, a key or tensor missing or of the wrong shape, or a damaged file.
     """
     config = read_config(folder)
-    network = DFlash(config)
+    try:
+        network = DFlash(config)
+    except Exception as error:  # sizes, activations and rope kinds that no layer can be built from
+        raise UsageError(f"{folder / 'config.json'} cannot be built: {type(error).__name__}: {error}") from error
     tensors = _read_tensors(folder)
     expected = network.state_dict()
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
@@ -41,6 +44,8 @@ def read(folder: Path) -> DFlash:
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
         raise UsageError(f"{folder}: tensors of several or non-float dtypes ({', '.join(sorted(map(str, dtypes)))})")
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        raise UsageError(f"{folder / 'model.safetensors'} holds numbers that are not finite: the drafter is damaged")
     network.to(next(iter(dtypes)))
     network.load_state_dict(tensors)
     return network
@@ -53,6 +58,16 @@ def read_config(folder: Path) -> DFlashConfig:
         UsageError: missing, damaged, or not of a DFlash drafter; names the key.
     """
     raw = _read_json(folder)
+    try:
+        return _meaning(folder, raw)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"{folder / 'config.json'} does not describe a DFlash drafter: {type(error).__name__}: {reason[:200]}"
+        ) from error
+
+
+def _meaning(folder: Path, raw: dict[str, Any]) -> DFlashConfig:
     nested = raw.get("dflash_config") or {}
     _refuse_relatives(folder, raw, nested)
     for key in ("num_hidden_layers", "hidden_size", "num_target_layers"):
@@ -70,16 +85,22 @@ def read_config(folder: Path) -> DFlashConfig:
     softcap = value("final_logit_softcapping")
     return DFlashConfig(
         backbone=backbone,
-        block_size=int(value("block_size", 16)),
-        mask_token_id=int(value("mask_token_id")),
-        taps=tuple(int(i) for i in taps),
-        target_layers=int(raw["num_target_layers"]),
+        block_size=_whole_number("block_size", value("block_size", 16), 1),
+        mask_token_id=_whole_number("mask_token_id", value("mask_token_id")),
+        taps=tuple(_whole_number("target_layer_ids", i) for i in taps),
+        target_layers=_whole_number("num_target_layers", raw["num_target_layers"], 1),
         causal=causal,
         windows=windows,
         embedding_scale=float(value("input_embedding_scale", 1.0)),
         output_multiplier=float(value("output_multiplier", 1.0)),
         softcap=float(softcap) if softcap and float(softcap) > 0 else None,
     )
+
+
+def _whole_number(key: str, value: Any, least: int | None = None) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        raise ValueError(f"{key} is {value!r}, not a whole number" + (f" of at least {least}" if least is not None else ""))
+    return value
 
 
 def default_taps(target_layers: int, taps: int) -> list[int]:
@@ -111,7 +132,10 @@ def visibility_per_layer(raw: dict[str, Any], backbone: Qwen3Config) -> tuple[tu
         )
     windows = [backbone.sliding_window if slides else None for slides in sliding]
     if nested.get("use_swa"):
-        windows = [int(nested["swa_window_size"])] * layers
+        windows = [nested["swa_window_size"]] * layers
+    for window in windows:
+        if window is not None:
+            _whole_number("the window", window, 1)
     flag = raw.get("is_causal")
     flag = nested.get("causal") if flag is None else flag
     causal = sliding if flag is None else [bool(flag)] * layers
@@ -122,8 +146,8 @@ def _backbone(raw: dict[str, Any]) -> Qwen3Config:
     ours = {"architectures", "auto_map", "dflash_config", "model_type", "torch_dtype", "transformers_version", "is_causal"}
     try:
         config = Qwen3Config(**{key: value for key, value in raw.items() if key not in ours})
-    except (TypeError, ValueError, KeyError) as error:
-        raise UsageError(f"the drafter's config.json does not describe Qwen3-like layers: {error}") from error
+    except Exception as error:  # transformers' own checks raise many kinds
+        raise ValueError(" ".join(str(error).split())) from error
     rope: dict[str, Any] = dict(config.rope_parameters or {})
     partial = rope.get("partial_rotary_factor", 1.0)
     if partial != 1.0 and rope["rope_type"] == "default":
