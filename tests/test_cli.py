@@ -153,6 +153,12 @@ BAD = {
     "batch": (["x", "--batch-size", "3"], "--batch-size needs --prompts"),
     "raw system": (["x", "--raw", "--system", "s"], "no system message"),
     "greedy rejection": (["x", "--acceptance", "rejection"], "rejection rule needs temperature"),
+    "greedy top-k": (["x", "--top-k", "3"], "no effect at temperature 0"),
+    "far too many threads": (["x", "--threads", "100000"], "--threads 100000 is far above"),
+    "surrogate": (["x\udcff"], "no UTF-8 text"),
+    "system surrogate": (["x", "--system", "\udcff"], "no UTF-8 text"),
+    "empty drafter": (["x", "--drafter", ""], "the drafter's name is empty"),
+    "empty target": (["x", "--target", ""], "the target's name is empty"),
 }
 
 
@@ -362,3 +368,133 @@ def test_python_names(pair):
     assert "".join(blockdraft.stream(target, "a", None, blockdraft.SamplingParams(max_new_tokens=5))) == texts[0]
     with pytest.raises(UsageError, match="a block size needs a drafter"):
         blockdraft.generate(target, "a", block_size=4)
+
+
+def test_rejection_without_a_drafter_is_refused(pair, capsys):
+    options = [*pair[:2], *pair[4:], "--method", "ar", "--temperature", "1", "--acceptance", "rejection"]
+    status, out, err = run(capsys, "generate", "x", *options)
+    assert (status, out) == (2, "")
+    assert "--acceptance has no effect with --method ar" in err
+
+
+def test_a_greedy_seed_is_called_out(pair, capsys):
+    status, _, err = run(capsys, "generate", "x", *pair, "--seed", "1")
+    assert status == 0
+    assert "--seed has no effect at temperature 0" in err
+
+
+def test_demo_takes_any_text_as_text(pair, capsys):
+    status, out, _ = run(capsys, "demo", "Is [/b] or [red]x[/red] a tag?", *pair)
+    assert status == 0
+    assert "Is [/b] or [red]x[/red] a tag?" in out
+
+
+def test_line_separators_inside_a_text_part_no_rows(pair, capsys, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\ufeff" + json.dumps({"prompt": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    status, out, _ = run(capsys, "generate", "--prompts", path, *pair)
+    assert status == 0
+    assert len(out.split("\n")) == 2
+
+
+def test_a_later_turn_that_is_too_long_ends_its_row_alone(pair, capsys, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "ok"}\n' + json.dumps({"turns": ["a", "b" * 600, "c"]}) + '\n{"turns": ["d", "e"]}\n')
+    status, out, err = run(capsys, "generate", "--prompts", path, *pair)
+    assert status == 1
+    assert [(r["index"], r["turn"]) for r in map(json.loads, out.splitlines())] == [(0, 0), (1, 0), (2, 0), (2, 1)]
+    assert "row 1 of" in err
+    assert "turn 1: the prompt has" in err
+    path.write_text(json.dumps({"prompt": "b" * 600}))
+    status, out, err = run(capsys, "generate", "--prompts", path, *pair)
+    assert (status, out) == (2, "")
+    assert "row 0 of" in err
+
+
+def test_two_system_messages_are_refused(pair, capsys, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}))
+    status, _, err = run(capsys, "generate", "--prompts", path, *pair, "--system", "t")
+    assert status == 2
+    assert "system message of their own" in err
+
+
+def test_a_template_that_refuses_is_one_sentence(pair, capsys, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    def refuse(self, *args, **kwargs):
+        from jinja2 import TemplateError
+
+        raise TemplateError("System role not supported")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", refuse)
+    status, out, err = run(capsys, "generate", "x", *pair)
+    assert (status, out) == (2, "")
+    assert "refuses these messages: System role not supported" in err
+
+
+@pytest.mark.parametrize("redirect", [">&-", ">/dev/full", "2>&-", "| cat >/dev/full"])
+def test_output_that_cannot_be_written(redirect, pair):
+    command = f"PYTHONIOENCODING=ascii {sys.executable} -m blockdraft generate hello {' '.join(pair)} {redirect}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in result.stderr
+    assert "defect" not in result.stderr
+
+
+@pytest.mark.parametrize("where", ["observe", "prefill"])
+def test_after_an_interrupt_a_conversation_goes_on_as_if_fresh(where, pair, monkeypatch):
+    """Ctrl-C between the target's commit and the drafter's, or in the middle of a long prompt: nothing stale is reused."""
+    from blockdraft.decode import Decoder
+    from blockdraft.request import Request
+    from blockdraft.sampling import SamplingParams
+
+    monkeypatch.setattr("blockdraft.target.PREFILL_CHUNK", 16)
+    target = load_target(pair[1], dtype="float32")
+    drafter = load_drafter(pair[3], target)
+    first, second = list(range(10, 40)), list(range(60, 110))
+
+    def answer(decoder, prompt):
+        request = Request(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True), target)
+        decoder.admit(request, reuse=True)
+        while decoder.active:
+            decoder.round()
+        return request.output
+
+    expected = answer(Decoder(target, drafter, 1, 160), first)
+    decoder = Decoder(target, drafter, 1, 160)
+    assert answer(decoder, first) == expected
+    own, calls = drafter.observe, []
+
+    def observe(*args):
+        calls.append(1)
+        if len(calls) == (3 if where == "prefill" else 6):  # the prompt has four chunks
+            raise KeyboardInterrupt
+        own(*args)
+
+    drafter.observe = observe
+    with pytest.raises(KeyboardInterrupt):
+        answer(decoder, second)
+    drafter.observe = own
+    decoder.abandon()
+    assert answer(decoder, first) == expected
+
+
+def test_interrupted_files_keep_what_was_said(pair, capsys, tmp_path, monkeypatch):
+    from blockdraft.decode import Decoder
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    own, calls = Decoder.round, []
+
+    def round(self):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return own(self)
+
+    monkeypatch.setattr(Decoder, "round", round)
+    status, out, _ = run(capsys, "generate", "--prompts", path, *pair)
+    assert status == 130
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["finish_reason"] for row in rows] == ["interrupted"] * 2
+    assert all(row["new_tokens"] >= 4 for row in rows)

@@ -233,3 +233,121 @@ def test_write_whole_leaves_nothing_behind(tmp_path):
         store.write_whole(path, fail)
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def without(folder, name):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_target_that_lacks_a_tensor_is_refused(tmp_path, tiny_folder):
+    """transformers would fill it with random numbers."""
+    broken = shutil.copytree(tiny_folder, tmp_path / "broken")
+    without(broken, "model.layers.2.mlp.up_proj.weight")
+    with pytest.raises(BlockdraftError, match=r"lacks weights of LlamaForCausalLM: model\.layers\.2\.mlp\.up_proj\.weight"):
+        load_target(broken)
+
+
+def test_a_drafter_is_no_target(folder):
+    with pytest.raises(UsageError, match="is a drafter, not a target"):
+        load_target(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 0},
+        {"block_size": -1},
+        {"block_size": 2.5},
+        {"block_size": "x"},
+        {"dflash_config": {**NESTED, "mask_token_id": "m"}},
+        {"dflash_config": {**NESTED, "target_layer_ids": ["a", 1, 2]}},
+        {"dflash_config": {**NESTED, "target_layer_ids": 3}},
+        {"dflash_config": "text"},
+        {"dflash_config": {**NESTED, "use_swa": True}},
+        {"dflash_config": {**NESTED, "use_swa": True, "swa_window_size": 0}},
+        {"dflash_config": {**NESTED, "output_multiplier": "much"}},
+        {"dflash_config": {**NESTED, "final_logit_softcapping": "much"}},
+        {"hidden_act": "magic"},
+        {"rope_parameters": {"rope_type": "magic", "rope_theta": 1.0}},
+        {"rms_norm_eps": "small"},
+        {"num_hidden_layers": "2"},
+        {"head_dim": 15},
+        {"layer_types": ["magic"] * 3},
+        {"layer_types": ["full_attention"]},
+    ],
+)
+def test_a_config_that_means_nothing_is_one_sentence(changes, folder, llama):
+    rewrite(folder, **changes)
+    with pytest.raises(UsageError) as raised:
+        load_drafter(folder, llama)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_drafter_of_no_numbers_is_damaged(folder, llama):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UsageError, match="not finite"):
+        load_drafter(folder, llama)
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch, tiny_folder):
+    """The store with its fetching replaced: counts how often a folder is made."""
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    times = []
+
+    def convert(source, wheel, scratch, name):
+        times.append(name)
+        folder = shutil.copytree(tiny_folder, scratch / "model")
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        (folder / store.IDENTITY_FILE).write_text(json.dumps({"weights_sha256": "x", "file_bytes": sizes}))
+        return folder
+
+    monkeypatch.setattr(store, "_download", lambda source, scratch: scratch)
+    monkeypatch.setattr(store, "_convert", convert)
+    return times
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete weights", "delete identity", "break identity"])
+def test_a_damaged_store_heals(damage, made):
+    folder = store.obtain("smollm2-135m")
+    assert store.obtain("smollm2-135m") == folder
+    assert made == ["smollm2-135m"]
+    weights, identity = folder / "model.safetensors", folder / store.IDENTITY_FILE
+    if damage == "truncate":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif damage == "delete weights":
+        weights.unlink()
+    elif damage == "delete identity":
+        identity.unlink()
+    else:
+        identity.write_text("{")
+    assert store.obtain("smollm2-135m") == folder
+    assert made == ["smollm2-135m"] * 2
+    assert store.is_whole(folder)
+
+
+def test_what_killed_runs_left_is_swept(made, tmp_path):
+    import os
+
+    old, young = tmp_path / "targets" / ".smollm2-135m-old", tmp_path / "targets" / ".smollm2-135m-young"
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    store.obtain("smollm2-135m")
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_a_full_disk_is_one_sentence(made, monkeypatch):
+    from safetensors import SafetensorError
+
+    def full(*args):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(store, "_convert", full)
+    with pytest.raises(BlockdraftError, match="cannot store smollm2-135m in .*: No space left on device"):
+        store.obtain("smollm2-135m")

@@ -162,3 +162,35 @@ def test_no_option_is_ignored(name, llama):
         list(decode(llama, random_drafter(llama), [request]))
         outputs.append(request.output)
     assert outputs[0] != outputs[1]
+
+
+def test_rounding_swaps_only_near_ties():
+    """Over a real vocabulary, scores that differ by rounding choose the same token, unless two perturbed scores nearly tie."""
+    torch.manual_seed(0)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=3), 0, CPU)
+    flips = 0
+    for position in range(200):
+        scores = torch.randn(49_152) * 2
+        rounded = scores + (torch.rand(49_152) - 0.5) * 2e-5
+        one, other = (sampler.perturbed(s, position) for s in (scores, rounded))
+        if one.argmax() != other.argmax():
+            flips += 1
+            assert float(one.topk(2).values.diff().abs()) < 1e-4
+    assert flips <= 1
+
+
+def test_perturbed_scores_draw_from_their_softmax():
+    scores = torch.tensor([0.0, 1.0, float("-inf"), 2.0, 0.5])
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=8), 0, CPU)
+    counts = torch.zeros(5)
+    for position in range(8000):
+        counts[int(sampler.perturbed(scores, position).argmax())] += 1
+    law = torch.softmax(scores, dim=-1)
+    assert counts[2] == 0
+    assert chisquare(counts[law > 0], law[law > 0] * 8000).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("option", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_sampling_options_need_a_temperature(option):
+    with pytest.raises(UsageError, match="no effect at temperature 0"):
+        SamplingParams(**option)

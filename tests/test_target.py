@@ -207,3 +207,39 @@ def test_long_prompts_are_run_in_chunks(monkeypatch, llama, reference):
     list(decode(llama, drafter, [request]))
     assert llama.forwards - before == 6 + request.rounds
     assert request.output == tiny.greedy(reference, prompt, 9)
+
+
+def test_longrope_is_refused():
+    """Its frequencies depend on the longest row of a pass: rows of a batch, and blocks, would change each other."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    with pytest.raises(UsageError, match="longrope"):
+        tiny.target("phi3", rope_parameters={**rope, "original_max_position_embeddings": 16})
+
+
+def test_weights_that_are_not_numbers_are_called_damaged():
+    model = tiny.model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = float("nan")
+    with pytest.raises(UsageError, match="not finite"):
+        Target(model)
+
+
+def test_layers_of_another_width_decode_but_take_no_drafter(tmp_path):
+    """OPT with a projected embedding: plain decoding is exact, a DFlash drafter cannot borrow its embedding."""
+    from blockdraft.load import check_pair
+
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=67, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=5, num_attention_heads=4,
+        max_position_embeddings=128, init_std=0.3,
+    )  # fmt: skip
+    target = Target(AutoModelForCausalLM.from_config(config).eval(), name="opt")
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    prompt = tiny.prompt(6)
+    request = Request(prompt, SamplingParams(max_new_tokens=10, ignore_eos=True), target)
+    list(decode(target, None, [request]))
+    assert request.output == tiny.greedy(plain, prompt, 10)
+    assert not target.tappable
+    with pytest.raises(UsageError, match="features of one hidden state per token"):
+        check_pair(random_drafter(tiny.target("llama")).network, target, "d")

@@ -116,7 +116,7 @@ def _load_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[PreTrained
         raise UsageError(f"{source} is a drafter, not a target; give it with --drafter")
     if config.is_encoder_decoder:
         raise UsageError(f"{source} is an encoder-decoder model; blockdraft decodes decoder-only models")
-    model = _whole(source, *AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True))
+    model = _whole(source, AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True))
     refuse_unsupported(model)
     return model, AutoTokenizer.from_pretrained(source)
 
@@ -128,12 +128,13 @@ def load_gguf(file: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTraine
     loaded = AutoModelForCausalLM.from_pretrained(
         file.parent, quantization_config=dequantize, dtype=dtype, output_loading_info=True, **where
     )
-    model = _whole(file, *loaded)
+    model = _whole(file, loaded)
     return model, AutoTokenizer.from_pretrained(file.parent, **where)
 
 
-def _whole(source: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> PreTrainedModel:
-    """The model, if no parameter had to be made up."""
+def _whole(source: str | Path, loaded: Any) -> PreTrainedModel:
+    """The model of ``(model, loading info)``, if no parameter had to be made up."""
+    model, info = loaded
     made_up = sorted(map(str, [*info.get("missing_keys", ()), *info.get("mismatched_keys", ())]))
     if made_up:
         more = f" and {len(made_up) - 3} more" if len(made_up) > 3 else ""
@@ -208,7 +209,7 @@ def shipped_drafter(target: Target) -> Path:
         if target.digest == wanted["weights_sha256"]:
             return folder
     raise UsageError(
-        f"no drafter ships for target {target.name}; give one with --drafter FOLDER (generate and chat also run without: --method ar)"
+        f"no drafter ships for target {target.name}; give one with --drafter FOLDER (generate and chat run without: --method ar)"
     )
 
 

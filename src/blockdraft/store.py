@@ -79,7 +79,7 @@ def obtain(name: str) -> Path:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BlockdraftError(
-            f"cannot store {name} in {folder.parent}: {reason}; set BLOCKDRAFT_CACHE to a folder that can be written, with 1 GB free"
+            f"cannot store {name} in {folder.parent}: {reason}; set BLOCKDRAFT_CACHE to a folder to write to, with 1 GB free"
         ) from error
     return folder
 

@@ -11,6 +11,7 @@ from blockdraft.errors import UsageError
 if TYPE_CHECKING:
     from blockdraft.drafters.base import Drafter
     from blockdraft.request import Request
+    from blockdraft.sampling import SamplingParams
     from blockdraft.target import Target
 
 
@@ -77,13 +78,17 @@ def _many(args: argparse.Namespace) -> int:
     if args.raw:
         raise UsageError("--raw has no effect with --prompts, whose rows are chat messages; leave one of them out")
     conversations = read_prompts(args.prompts)
-    options.sampling(args)
+    sampling = options.sampling(args)
     target, drafter = options.load(args)
-    return _converse(args, conversations, target, drafter)
+    return _converse(args, sampling, conversations, target, drafter)
 
 
 def _converse(
-    args: argparse.Namespace, conversations: list[list[list[dict[str, str]]]], target: "Target", drafter: "Drafter | None"
+    args: argparse.Namespace,
+    sampling: "SamplingParams",
+    conversations: list[list[list[dict[str, str]]]],
+    target: "Target",
+    drafter: "Drafter | None",
 ) -> int:
     """Answer turn after turn of all conversations, batched; write each answer as soon as it and those before it are there."""
     from blockdraft.decode import decode
@@ -96,7 +101,7 @@ def _converse(
             requests: dict[int, Request] = {}
             for i in (i for i, turns in enumerate(conversations) if turn < len(turns)):
                 history[i] += conversations[i][turn]
-                request = _request(args, target, history[i], i, turn)
+                request = _request(args, sampling, target, history[i], i, turn)
                 if request is None:
                     status = 1  # said already; this conversation ends here
                     conversations[i] = conversations[i][:turn]
@@ -118,13 +123,15 @@ def _converse(
     return status
 
 
-def _request(args: argparse.Namespace, target: "Target", messages: list[dict[str, str]], row: int, turn: int) -> "Request | None":
+def _request(
+    args: argparse.Namespace, sampling: "SamplingParams", target: "Target", messages: list[dict[str, str]], row: int, turn: int
+) -> "Request | None":
     """The request of a row's turn; a first turn that cannot be asked stops the run before it begins, a later one only its row."""
     from blockdraft.prompts import encode
     from blockdraft.request import Request
 
     try:
-        return Request(encode(target, messages, args.system), options.sampling(args), target, row, args.max_context)
+        return Request(encode(target, messages, args.system), sampling, target, row, args.max_context)
     except UsageError as error:
         where = f"row {row} of {args.prompts}, turn {turn}: {error}"
         if turn == 0:
