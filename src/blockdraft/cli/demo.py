@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PROMPT = (
     "A baker sells 12 loaves in the morning and twice as many in the afternoon. Each loaf costs 3 dollars. "
-    "How much money does the baker earn in a day? Explain each step."
+    "How much money does the baker earn in a day?"
 )
 
 
