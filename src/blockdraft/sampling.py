@@ -186,24 +186,26 @@ def draw(probabilities: Tensor, uniform: float) -> int:
 
 
 def counter_uniform(*key: int) -> float:
-    """A uniform number in [0, 1) with 53 bits, a pure function of the key (SplitMix64's finaliser, chained)."""
-    state = 0
-    for part in key:
-        state = _mix(state ^ (part & _MASK))
-    return (state >> 11) * 2.0**-53
+    """A uniform number in [0, 1) with 53 bits, a pure function of the key."""
+    return (_digest(key) >> 11) * 2.0**-53
 
 
 def counter_gumbel(tokens: np.ndarray, *key: int) -> np.ndarray:
     """Standard Gumbel noise ``[tokens]`` float64, each a pure function of the key and the token's id."""
-    state = 0
-    for part in key:
-        state = _mix(state ^ (part & _MASK))
-    bits = _mix_array(np.uint64(state) ^ _mix_array(tokens.astype(np.uint64)))
+    bits = _mix_array(np.uint64(_digest(key)) ^ _mix_array(tokens.astype(np.uint64)))
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return -np.log(-np.log(uniform))
 
 
 _MASK = (1 << 64) - 1
+
+
+def _digest(key: Sequence[int]) -> int:
+    """64 bits of a key of any integers: SplitMix64's finaliser, chained."""
+    state = 0
+    for part in key:
+        state = _mix(state ^ (part & _MASK))
+    return state
 
 
 def _mix(x: int) -> int:

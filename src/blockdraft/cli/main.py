@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from io import TextIOWrapper
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 from blockdraft import __version__
@@ -87,5 +88,5 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    if issubclass(category, UserWarning):  # ours; deprecations inside libraries are not the user's business
+    if Path(filename).is_relative_to(Path(__file__).parents[1]):  # what libraries warn each other of is not the user's business
         print(f"blockdraft: note: {message}", file=sys.stderr)
