@@ -18,6 +18,7 @@ class Request:
         params: of this request.
         target: whose end tokens, context limit and tokenizer apply.
         row: its number in the batch; part of the key of its noise.
+        detokenize: False leaves ``text`` empty and saves the time; stop strings need True.
         max_context: a lower limit on prompt and output together than the target's own.
 
     Attributes:
@@ -38,6 +39,7 @@ class Request:
         target: Target,
         row: int = 0,
         max_context: int | None = None,
+        detokenize: bool = True,
     ):
         limit = min(target.context, max_context or target.context)
         if not prompt:
@@ -56,7 +58,7 @@ class Request:
         self.sampler = Sampler(params, row, torch.device(target.device))
         ends = params.stop_token_ids if params.stop_token_ids is not None else target.end_tokens
         self._ends = frozenset() if params.ignore_eos else frozenset(ends)
-        self._detokenizer = Detokenizer(target.tokenizer) if target.tokenizer is not None else None
+        self._detokenizer = Detokenizer(target.tokenizer) if detokenize and target.tokenizer is not None else None
         self._stops = StopStrings(params.stop)
         self._shown = 0
         self._cut_off = False

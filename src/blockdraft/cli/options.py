@@ -12,13 +12,21 @@ if TYPE_CHECKING:
     from blockdraft.target import Target
 
 
-def add_models(parser: argparse.ArgumentParser, dtype_help: str = "default: bfloat16 where the hardware has it") -> None:
+BEST_DTYPE = "default: bfloat16 where the hardware has it"
+
+
+def add_target(parser: argparse.ArgumentParser, dtype_help: str) -> "argparse._ArgumentGroup":
     group = parser.add_argument_group("models")
     group.add_argument("--target", default="smollm2-135m", help="model folder, .gguf file, Hugging Face id, or %(default)s")
-    group.add_argument("--drafter", help="drafter folder in z-lab's layout; default: the one shipped for the target")
     group.add_argument("--dtype", help=f"float32, bfloat16 or float16; {dtype_help}")
     group.add_argument("--device", help="cpu, cuda, cuda:N or mps; default: the best there is")
     group.add_argument("--threads", type=positive, help="CPU threads; default: all cores")
+    return group
+
+
+def add_models(parser: argparse.ArgumentParser, dtype_help: str = BEST_DTYPE) -> None:
+    group = add_target(parser, dtype_help)
+    group.add_argument("--drafter", help="drafter folder in z-lab's layout; default: the one shipped for the target")
     group.add_argument("--block-size", type=int, help="slots of a block, the anchor included; default: as trained")
 
 
@@ -68,26 +76,34 @@ def sampling(args: argparse.Namespace) -> "SamplingParams":
     )
 
 
-def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, DFlashDrafter | None]":
-    """Target and, unless the method is ``ar``, drafter."""
+def load_target(args: argparse.Namespace, dtype: str | None = None) -> "Target":
+    """The target of ``add_target``'s options."""
     import torch
 
+    import blockdraft.load
+    from blockdraft.errors import UsageError
+
+    if args.threads and args.threads > 4 * (os.cpu_count() or 1):
+        raise UsageError(f"--threads {args.threads} is far above this machine's {os.cpu_count()} cores; use at most that many")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return blockdraft.load.load_target(args.target, dtype=args.dtype or dtype, device=args.device)
+
+
+def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, DFlashDrafter | None]":
+    """Target and, unless the method is ``ar``, drafter."""
     from blockdraft.errors import UsageError
     from blockdraft.generation import checked_block_size
-    from blockdraft.load import load_drafter, load_target
+    from blockdraft.load import load_drafter
 
     plain = getattr(args, "method", "dflash") == "ar"
     if plain and args.drafter is not None:
         raise UsageError("--drafter has no effect with --method ar; leave one of them out")
     if plain and args.block_size is not None:
         raise UsageError("--block-size has no effect with --method ar; leave one of them out")
-    if args.threads and args.threads > 4 * (os.cpu_count() or 1):
-        raise UsageError(f"--threads {args.threads} is far above this machine's {os.cpu_count()} cores; use at most that many")
     if plain and getattr(args, "acceptance", "match") != "match":
         raise UsageError("--acceptance has no effect with --method ar; leave one of them out")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    target = load_target(args.target, dtype=args.dtype or dtype, device=args.device)
+    target = load_target(args, dtype)
     drafter = None if plain else load_drafter(args.drafter, target)
     checked_block_size(args.block_size, drafter)
     return target, drafter

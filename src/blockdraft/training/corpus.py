@@ -1,0 +1,196 @@
+"""Corpus: the target's own answers on disk, with the identity of who gave them.
+
+A folder with ``corpus.json`` and shards ``answers-NNNNN.safetensors``. Rows that are not in a shard yet wait in
+``pending.jsonl``, one whole line each, so that a killed run loses nothing that was finished.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.errors import UsageError
+from blockdraft.store import write_whole
+from blockdraft.target import Target
+
+SHARD_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer.
+
+    Attributes:
+        key: what was asked: unique in the corpus; a run that starts again skips the keys it finds.
+        source: the kind of prompt, for counts and balance.
+        prompt, answer: token ids; the answer ends with an end token if it was finished.
+        finished: False if the answer was cut at the limit.
+    """
+
+    key: str
+    source: str
+    prompt: list[int]
+    answer: list[int]
+    finished: bool
+
+
+def identity(target: Target, **settings: object) -> dict[str, Any]:
+    """Who answers, and how: training refuses a corpus whose identity is another.
+
+    Args:
+        settings: sampling and whatever else decides what an answer is.
+    """
+    assert target.tokenizer is not None
+    return {
+        "target": target.name,
+        "weights_sha256": target.digest,
+        "config_sha256": _sha(target.config.to_json_string()),
+        "tokenizer_sha256": _sha(target.tokenizer.backend_tokenizer.to_str()),
+        "template_sha256": _sha(target.tokenizer.chat_template or ""),
+        **settings,
+    }
+
+
+def written_key(seed: int, number: int) -> str:
+    """The key of a self-written message."""
+    return f"written/{seed}/{number}"
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Corpus:
+    """A corpus folder, read and extended.
+
+    Args:
+        folder: made if it is not there.
+        identity: of the target; None: only read.
+
+    Raises:
+        UsageError: the folder holds the answers of another target, template or sampling (names what differs), is no corpus, or
+            holds a damaged shard.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any] | None = None):
+        self.folder = folder
+        manifest = folder / "corpus.json"
+        if manifest.exists():
+            self.identity = json.loads(manifest.read_text())["identity"]
+            self._refuse_another(identity or self.identity)
+        elif identity is None:
+            raise UsageError(f"{folder} is not a corpus: it has no corpus.json")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.identity = identity
+        self.counts: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.keys: set[str] = set()
+        self._pending: list[Row] = []
+        self._shards = len(list(folder.glob("answers-*.safetensors")))
+        for row in self.rows():
+            self._note(row)
+        if identity is not None:
+            self._pending = [row for row in self._read_pending() if row.key not in self._sharded_keys()]
+            self._write_manifest()
+
+    def _refuse_another(self, identity: dict[str, Any]) -> None:
+        differing = [key for key in sorted(self.identity.keys() | identity.keys()) if self.identity.get(key) != identity.get(key)]
+        if differing:
+            found = ", ".join(f"{key} {self.identity.get(key)!r} instead of {identity.get(key)!r}" for key in differing)
+            raise UsageError(f"corpus {self.folder} was made with {found}; take another folder")
+
+    def rows(self) -> Iterator[Row]:
+        """All rows, in the order they were stored."""
+        seen: set[str] = set()
+        for number in range(self._shards):
+            for row in self._read_shard(self._shard(number)):
+                seen.add(row.key)
+                yield row
+        for row in self._read_pending():
+            if row.key not in seen:  # a kill between shard and journal leaves rows in both
+                yield row
+
+    def add(self, row: Row) -> None:
+        """Store a row for good: when this returns it survives a kill."""
+        with (self.folder / "pending.jsonl").open("a") as journal:
+            journal.write(json.dumps(asdict(row)) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+        self._note(row)
+        self._pending.append(row)
+        if len(self._pending) >= SHARD_ROWS:
+            self.seal()
+
+    def last_written(self, seed: int) -> int:
+        """The highest number of a self-written message of this seed that is answered; 0 if there is none."""
+        mine = written_key(seed, 0).rpartition("/")[0] + "/"
+        return max((int(key.removeprefix(mine)) for key in self.keys if key.startswith(mine)), default=0)
+
+    def seal(self) -> None:
+        """Move what is pending into a shard."""
+        if not self._pending:
+            return
+        write_whole(self._shard(self._shards), lambda path: _write_shard(path, self._pending))
+        self._shards += 1
+        write_whole(self.folder / "pending.jsonl", lambda path: path.write_text(""))
+        self._pending = []
+        self._write_manifest()
+
+    def _note(self, row: Row) -> None:
+        self.keys.add(row.key)
+        self.counts[row.source] += 1
+        self.tokens[row.source] += len(row.answer)
+
+    def _write_manifest(self) -> None:
+        content = {"identity": self.identity, "rows": dict(self.counts), "answer_tokens": dict(self.tokens)}
+        write_whole(self.folder / "corpus.json", lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
+
+    def _shard(self, number: int) -> Path:
+        return self.folder / f"answers-{number:05d}.safetensors"
+
+    def _sharded_keys(self) -> set[str]:
+        return {row.key for number in range(self._shards) for row in self._read_shard(self._shard(number))}
+
+    def _read_pending(self) -> list[Row]:
+        path = self.folder / "pending.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text().split("\n")
+        return [Row(**json.loads(line)) for line in lines[:-1]]  # what has no line end was cut by a kill
+
+    @staticmethod
+    def _read_shard(path: Path) -> list[Row]:
+        try:
+            tensors = load_file(path)
+            texts = json.loads(bytes(tensors["texts"].tolist()))
+            prompts, answers = (_split(tensors, name) for name in ("prompt", "answer"))
+            finished = tensors["finished"].tolist()
+        except Exception as error:
+            raise UsageError(f"{path} is damaged: {error}; delete it and run again to make its rows anew") from error
+        return [
+            Row(key, source, prompt, answer, bool(done))
+            for (key, source), prompt, answer, done in zip(texts, prompts, answers, finished, strict=True)
+        ]
+
+
+def _write_shard(path: Path, rows: list[Row]) -> None:
+    texts = json.dumps([(row.key, row.source) for row in rows]).encode()
+    tensors = {"finished": torch.tensor([row.finished for row in rows]), "texts": torch.tensor(list(texts), dtype=torch.uint8)}
+    for name in ("prompt", "answer"):
+        ids = [getattr(row, name) for row in rows]
+        tensors[f"{name}_tokens"] = torch.tensor([token for row in ids for token in row], dtype=torch.int32)
+        tensors[f"{name}_lengths"] = torch.tensor([len(row) for row in ids], dtype=torch.int32)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _split(tensors: dict[str, torch.Tensor], name: str) -> list[list[int]]:
+    parts = tensors[f"{name}_tokens"].split(tensors[f"{name}_lengths"].tolist())
+    return [part.tolist() for part in parts]

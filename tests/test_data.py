@@ -1,0 +1,239 @@
+"""Making a corpus: nothing finished is lost, nothing is asked twice, and the answers are the target's own."""
+
+import json
+
+import pytest
+
+from blockdraft.cli.main import main
+from blockdraft.decode import decode
+from blockdraft.errors import UsageError
+from blockdraft.load import load_target
+from blockdraft.request import Request
+from blockdraft.sampling import Sampler, SamplingParams
+from blockdraft.training import corpus as module
+from blockdraft.training.answering import Question, Tally, answer, message_fault, write_messages
+from blockdraft.training.corpus import Corpus, Row, identity, written_key
+from blockdraft.training.synthesis import OPENINGS, loop_share, normalised, opening_of, user_header, written_texts
+
+WHO = {"target": "t", "template_sha256": "1"}
+
+
+def row(number: int, source: str = "code") -> Row:
+    return Row(f"k{number}", source, [1, number], list(range(number, number + 5)), number % 2 == 0)
+
+
+@pytest.fixture(scope="module")
+def speaking(tiny_folder):
+    return load_target(tiny_folder, dtype="float32")
+
+
+def test_rows_survive_a_kill_at_any_moment(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD_ROWS", 4)
+    corpus = Corpus(tmp_path, WHO)
+    for number in range(10):
+        corpus.add(row(number))
+    with (tmp_path / "pending.jsonl").open("a") as journal:
+        journal.write('{"key": "k99", "sour')  # cut by the kill
+    again = Corpus(tmp_path, WHO)
+    assert list(again.rows()) == [row(number) for number in range(10)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "answers-00000.safetensors",
+        "answers-00001.safetensors",
+        "corpus.json",
+        "pending.jsonl",
+    ]
+    again.add(row(10))
+    again.seal()
+    last = Corpus(tmp_path)
+    assert list(last.rows()) == [row(number) for number in range(11)]
+    assert last.counts == {"code": 11}
+    assert last.tokens == {"code": 55}
+
+
+def test_a_kill_between_shard_and_journal_repeats_no_row(tmp_path, monkeypatch):
+    corpus = Corpus(tmp_path, WHO)
+    for number in range(3):
+        corpus.add(row(number))
+    journal = (tmp_path / "pending.jsonl").read_text()
+    corpus.seal()
+    (tmp_path / "pending.jsonl").write_text(journal)
+    again = Corpus(tmp_path, WHO)
+    assert [r.key for r in again.rows()] == ["k0", "k1", "k2"]
+    again.add(row(3))
+    again.seal()
+    assert [r.key for r in Corpus(tmp_path).rows()] == ["k0", "k1", "k2", "k3"]
+
+
+def test_another_target_is_refused_and_what_differs_is_named(tmp_path):
+    Corpus(tmp_path, WHO)
+    with pytest.raises(UsageError, match="template_sha256 '1' instead of '2'"):
+        Corpus(tmp_path, {**WHO, "template_sha256": "2"})
+    with pytest.raises(UsageError, match=r"has no corpus\.json"):
+        Corpus(tmp_path / "nowhere")
+
+
+def test_a_damaged_shard_is_named(tmp_path):
+    corpus = Corpus(tmp_path, WHO)
+    corpus.add(row(0))
+    corpus.seal()
+    (tmp_path / "answers-00000.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UsageError, match=r"answers-00000\.safetensors is damaged"):
+        Corpus(tmp_path)
+
+
+def test_identity_tells_targets_templates_and_sampling_apart(speaking):
+    who = identity(speaking, temperature=0.0)
+    assert who == identity(speaking, temperature=0.0)
+    assert who != identity(speaking, temperature=1.0)
+    own = speaking.tokenizer.chat_template
+    speaking.tokenizer.chat_template = own + " "
+    try:
+        assert who["template_sha256"] != identity(speaking)["template_sha256"]
+    finally:
+        speaking.tokenizer.chat_template = own
+
+
+def test_answers_are_the_targets_own(tmp_path, speaking):
+    """Few slots, many questions of unequal length: each answer is what the target says to that prompt alone."""
+    params = SamplingParams(max_new_tokens=12)
+    questions = [Question(f"q{i}", "code", [5 + i] * (1 + i % 4) + [9, 40 + i]) for i in range(11)]
+    corpus, tally = Corpus(tmp_path, WHO), Tally()
+    list(answer(speaking, corpus, iter(questions), params, 3, 64, tally))
+    rows = {r.key: r for r in corpus.rows()}
+    looping = tally.dropped["answers that loop"]
+    assert len(rows) + looping == 11
+    assert tally.answers == len(rows) > 0
+    for question in questions:
+        request = Request(question.prompt, params, speaking)
+        list(decode(speaking, None, [request]))
+        if question.key in rows:
+            stored = rows[question.key]
+            assert (stored.prompt, stored.answer) == (question.prompt, request.output)
+            assert stored.finished == (request.finish_reason == "stop")
+        else:
+            assert loop_share(request.output) > 0.5
+    before = tally.answer_steps
+    list(answer(speaking, corpus, (q for q in questions if q.key in rows), params, 3, 64, tally))
+    assert tally.answer_steps == before  # nothing is asked twice
+    assert "tokens/s" in tally.summary()
+
+
+def test_prompts_that_leave_no_room_are_counted(tmp_path, speaking):
+    tally = Tally()
+    list(answer(speaking, Corpus(tmp_path, WHO), iter([Question("q", "s", [5] * 60)]), SamplingParams(), 2, 64, tally))
+    assert tally.dropped == {"prompts too long": 1}
+
+
+def test_the_header_ends_where_the_user_begins(speaking):
+    text = speaking.tokenizer.decode(user_header(speaking))
+    assert text == "<|user|>"
+
+
+def test_without_a_chat_template_nobody_can_be_the_user(speaking, monkeypatch):
+    monkeypatch.setattr(speaking.tokenizer, "chat_template", None)
+    with pytest.raises(UsageError, match="has no chat template"):
+        user_header(speaking)
+
+
+def test_messages_are_written_steered_and_told_apart(speaking, monkeypatch):
+    """The target's choices replaced by a script: kinds in turn, openings kept, duplicates and oddities dropped."""
+    words = speaking.tokenizer("tell me about the sea", add_special_tokens=False)["input_ids"]
+    header = len(user_header(speaking))
+
+    def opening_length(number):
+        opening = opening_of(["code", "mathematics"], 0, number)[1]
+        return len(speaking.tokenizer(opening, add_special_tokens=False)["input_ids"])
+
+    def say(sampler, logits, prefix):
+        own = words if sampler.row % 5 == 0 else [*words, 50 + sampler.row]
+        at = len(prefix) - header - opening_length(sampler.row)
+        return own[at] if at < len(own) else 2
+
+    monkeypatch.setattr(Sampler, "plain_greedy", property(lambda self: False))
+    monkeypatch.setattr(Sampler, "choose", say)
+    tally, known = Tally(), set()
+    made = write_messages(speaking, ["code", "mathematics"], range(12), 0, 4, known, {written_key(0, 3)}, tally)
+    assert len(made) + sum(tally.dropped.values()) == 11
+    assert written_key(0, 3) not in {question.key for question in made}
+    assert len(known) == len(made)
+    for question in made:
+        number = int(question.key.rpartition("/")[2])
+        kind, opening = opening_of(["code", "mathematics"], 0, number)
+        assert question.source == kind
+        assert ("<|user|>" + opening).strip() in speaking.tokenizer.decode(question.prompt)
+    again = write_messages(speaking, ["code", "mathematics"], range(12), 0, 4, known, set(), tally)
+    assert [question.key for question in again] == [written_key(0, 3)]  # all others are known
+
+
+def test_openings_cover_the_kinds_evenly():
+    kinds = list(OPENINGS)
+    counts = {kind: sum(opening_of(kinds, 0, n)[0] == kind for n in range(4000)) for kind in kinds}
+    assert all(0.18 < counts[kind] / 4000 < 0.41 for kind in kinds)
+    assert opening_of(kinds, 0, 5) == opening_of(kinds, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text", "ended", "fault"),
+    [
+        ([5, 6, 7, 8, 9], "x", True, None),
+        ([5, 6, 7, 8, 9], "x", False, "messages without an end"),
+        ([5, 6], "x", True, "messages too short"),
+        ([5, 6, 7, 8, 9], "", True, "messages too short"),
+        ([5, 6] * 30, "x", True, "messages that loop"),
+        ([5, 6, 7, 8, 9], "seen", True, "messages written before"),
+    ],
+)
+def test_faults_of_messages(ids, text, ended, fault):
+    assert message_fault(ids, text, ended, {"seen"}) == fault
+
+
+def test_loops_and_near_duplicates():
+    assert loop_share(list(range(50))) == 0
+    assert loop_share([1, 2, 3] * 30) > 0.9
+    assert loop_share([]) == 0
+    assert normalised("Hello,  World!") == normalised("hello world")
+
+
+def test_known_texts_come_from_the_corpus(tmp_path, speaking):
+    from blockdraft.prompts import encode
+
+    rows = [Row("a", "code", encode(speaking, "How do I sort?"), [5], True)]
+    known = written_texts(speaking, user_header(speaking), rows)
+    assert any(text.startswith("howdoisort") for text in known)
+
+
+def test_the_command_goes_on_where_it_was(tmp_path, tiny_folder, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"source": s, "prompt": f"{s} {i}"}) for s in ("a", "b") for i in range(4)))
+    out = tmp_path / "corpus"
+    command = ["data", str(out), "--target", str(tiny_folder), "--dtype", "float32", "--max-new-tokens", "8", "--slots", "3"]
+    assert main([*command, "--prompts", str(prompts), "--plan"]) == 0
+    assert not out.exists()
+    assert "8 given prompts" in capsys.readouterr().out
+    assert main([*command, "--prompts", str(prompts), "--per-source", "2", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert all(count <= 2 for count in first["rows"].values())
+    assert main([*command, "--prompts", str(prompts), "--self-synthesize", "4", "--json"]) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert sum(second["rows"].values()) > sum(first["rows"].values())
+    keys = [r.key for r in Corpus(out).rows()]
+    assert len(keys) == len(set(keys)) == sum(second["rows"].values())
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ([], "nothing to ask"),
+        (["--self-synthesize", "3", "--kinds", "poetry"], "kind 'poetry' is unknown"),
+        (["--self-synthesize", "0"], "0 is below 1"),
+        (["--prompts", "nowhere.jsonl"], "cannot read prompts"),
+    ],
+)
+def test_bad_input_is_one_sentence(extra, message, tmp_path, tiny_folder, capsys):
+    try:
+        status = main(["data", str(tmp_path / "out"), "--target", str(tiny_folder), *extra])
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
