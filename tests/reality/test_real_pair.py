@@ -2,8 +2,10 @@
 
 import json
 import re
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -83,6 +85,28 @@ def test_the_first_token_comes_from_the_prompts_pass(fp32_pair, prompts):
     rounds = list(decode(target, drafter, [request]))
     assert [round.prefill for round in rounds] == [True]
     assert completion(request, target, drafter).acceptance_length is None
+
+
+def test_plain_decoding_is_a_lean_baseline(fp32_pair, plain, prompts):
+    """T28: a speed-up over ``ar`` means something only if ``ar`` is not slower than ``transformers.generate``."""
+    target, ids = fp32_pair[0], prompts[0]
+    tensor = torch.tensor([ids])
+
+    def seconds(run):
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    def theirs():
+        plain.generate(tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=24, min_new_tokens=24, do_sample=False)
+
+    def ours():
+        list(decode(target, None, [Request(ids, SamplingParams(max_new_tokens=24, ignore_eos=True), target)]))
+
+    theirs(), ours()
+    ratios = [seconds(theirs) / seconds(ours) for _ in range(5)]
+    print(f"transformers.generate / ar: {sorted(ratios)}")
+    assert statistics.median(ratios) > 0.98
 
 
 def test_the_readme_works():
