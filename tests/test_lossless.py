@@ -199,3 +199,18 @@ def test_bf16_tokens_are_within_epsilon_of_the_best(trained):
     logits = teacher_forced(target, [*prompt, *tiny.prompt(COUNT, 5)], len(prompt), 1)
     second = logits.topk(2, dim=-1).indices[:, 1].tolist()
     assert float(gaps_to_best(logits, second).max()) > verdict.epsilon
+
+
+def test_the_method_that_is_named_is_the_one_that_ran(llama):
+    """T25: every round has one drafter forward, unless only one token is left to emit; plain decoding has none."""
+    from blockdraft.generation import completion
+
+    drafter = random_drafter(llama)
+    request = Request(PROMPTS[0], SamplingParams(max_new_tokens=COUNT, ignore_eos=True), llama)
+    rounds = [round for round in decode(llama, drafter, [request]) if not round.prefill]
+    assert drafter.forwards == request.rounds == len(rounds) > 0
+    assert completion(request, llama, drafter).method == "dflash"
+    plain = Request(PROMPTS[0], SamplingParams(max_new_tokens=COUNT, ignore_eos=True), llama)
+    list(decode(llama, None, [plain]))
+    assert drafter.forwards == request.rounds
+    assert completion(plain, llama, None).method == "ar"

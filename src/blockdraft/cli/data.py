@@ -26,9 +26,7 @@ ROUND_OF_MESSAGES = 512  # self-written messages are made and answered in rounds
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("data", help="make a training corpus: prompts, and the target's own answers")
     parser.add_argument("out", type=Path, help="corpus folder; started again, the run goes on where it was")
-    parser.add_argument(
-        "--prompts", type=options.existing_file, action="append", default=[], metavar="FILE.jsonl", help="repeatable"
-    )
+    parser.add_argument("--prompts", type=options.path, action="append", default=[], metavar="FILE.jsonl", help="repeatable")
     parser.add_argument("--self-synthesize", type=options.positive, metavar="N", help="messages that the target writes itself")
     parser.add_argument(
         "--kinds", default="mathematics,code,conversation,instruction", help="of them, in turn; default: %(default)s"

@@ -121,5 +121,5 @@ def summary(result: Any) -> str:
     return "; ".join(parts)
 
 
-def existing_file(text: str) -> Path:
+def path(text: str) -> Path:
     return Path(text).expanduser()

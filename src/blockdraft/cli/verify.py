@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("verify", help="prove that the drafter changes nothing")
-    parser.add_argument("--prompts", type=options.existing_file, metavar="FILE.jsonl", help="default: prompts of our own")
+    parser.add_argument("--prompts", type=options.path, metavar="FILE.jsonl", help="default: prompts of our own")
     parser.add_argument("--limit", type=options.positive, metavar="N", help="first N prompts")
     parser.add_argument("--json", action="store_true", help="the verdict as one JSON object on stdout")
     options.add_sampling(parser, max_new_tokens=64)
