@@ -46,6 +46,7 @@ def test_training_forward_equals_decoding_forward(variant, llama, sequence):
         torch.testing.assert_close(logits, decoded_logits(drafter, ids, features, int(anchor)), atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
 def changed(drafter, ids, features, anchors, documents=None, at=None, token=None):
     """Largest change of each block's logits when the feature of one position or the anchor token of one block changes."""
     before = block_logits(drafter, features, ids, anchors, documents)
