@@ -243,3 +243,20 @@ def test_layers_of_another_width_decode_but_take_no_drafter(tmp_path):
     assert not target.tappable
     with pytest.raises(UsageError, match="features of one hidden state per token"):
         check_pair(random_drafter(tiny.target("llama")).network, target, "d")
+
+
+@pytest.mark.filterwarnings("ignore:tiny-doge")
+def test_layers_that_cannot_run_over_the_cache_are_refused(monkeypatch):
+    """Doge builds its mask inside the layer, from shapes: one sentence instead of a crash."""
+    monkeypatch.setitem(tiny.FAMILIES, "doge", ("DogeConfig", {}))
+    with pytest.raises(UsageError, match="cannot run over a branching cache"):
+        tiny.target("doge")
+
+
+def test_layers_of_four_dimensions_take_no_drafter(monkeypatch):
+    """Gemma 3n's layers put out several streams per token: exact without taps, refused with them."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"], "head_dim": 8, "sliding_window": 7}
+    own = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 67, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    sizes = {"activation_sparsity_pattern": [0.0] * 5, "intermediate_size": [48] * 5}
+    monkeypatch.setitem(tiny.FAMILIES, "gemma3n", ("Gemma3nTextConfig", {**layers, **own, **sizes}))
+    assert not tiny.target("gemma3n").tappable
