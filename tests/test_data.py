@@ -43,6 +43,7 @@ def test_rows_survive_a_kill_at_any_moment(tmp_path, monkeypatch):
         "pending.jsonl",
     ]
     again.add(row(10))
+    assert list(Corpus(tmp_path).rows()) == [row(number) for number in range(11)]  # the cut line swallowed nothing
     again.seal()
     last = Corpus(tmp_path)
     assert list(last.rows()) == [row(number) for number in range(11)]

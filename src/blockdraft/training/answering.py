@@ -33,8 +33,8 @@ class Tally:
     Attributes:
         answers, tokens: kept.
         dropped: what was not, by reason.
-        steps: passes of all slots; ``slot_steps`` counts their slots, ``answer_steps`` those that gave a token.
-        seconds: since the run began.
+        slot_steps, answer_steps: slots of all passes, and those that gave a token.
+        began: the clock at the start of the run.
     """
 
     answers: int = 0

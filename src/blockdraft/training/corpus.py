@@ -93,12 +93,15 @@ class Corpus:
         self.counts: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.keys: set[str] = set()
-        self._pending: list[Row] = []
         self._shards = len(list(folder.glob("answers-*.safetensors")))
-        for row in self.rows():
+        for row in self._sharded_rows():
+            self._note(row)
+        # A kill between shard and journal leaves rows in both.
+        self._pending = [row for row in self._read_pending() if row.key not in self.keys]
+        for row in self._pending:
             self._note(row)
         if identity is not None:
-            self._pending = [row for row in self._read_pending() if row.key not in self._sharded_keys()]
+            self._write_pending()  # without the line that a kill cut: the next row must not be appended to it
             self._write_manifest()
 
     def _refuse_another(self, identity: dict[str, Any]) -> None:
@@ -109,19 +112,13 @@ class Corpus:
 
     def rows(self) -> Iterator[Row]:
         """All rows, in the order they were stored."""
-        seen: set[str] = set()
-        for number in range(self._shards):
-            for row in self._read_shard(self._shard(number)):
-                seen.add(row.key)
-                yield row
-        for row in self._read_pending():
-            if row.key not in seen:  # a kill between shard and journal leaves rows in both
-                yield row
+        yield from self._sharded_rows()
+        yield from self._pending
 
     def add(self, row: Row) -> None:
         """Store a row for good: when this returns it survives a kill."""
         with (self.folder / "pending.jsonl").open("a") as journal:
-            journal.write(json.dumps(asdict(row)) + "\n")
+            journal.write(_line(row))
             journal.flush()
             os.fsync(journal.fileno())
         self._note(row)
@@ -140,14 +137,17 @@ class Corpus:
             return
         write_whole(self._shard(self._shards), lambda path: _write_shard(path, self._pending))
         self._shards += 1
-        write_whole(self.folder / "pending.jsonl", lambda path: path.write_text(""))
         self._pending = []
+        self._write_pending()
         self._write_manifest()
 
     def _note(self, row: Row) -> None:
         self.keys.add(row.key)
         self.counts[row.source] += 1
         self.tokens[row.source] += len(row.answer)
+
+    def _write_pending(self) -> None:
+        write_whole(self.folder / "pending.jsonl", lambda path: path.write_text("".join(map(_line, self._pending))))
 
     def _write_manifest(self) -> None:
         content = {"identity": self.identity, "rows": dict(self.counts), "answer_tokens": dict(self.tokens)}
@@ -156,8 +156,9 @@ class Corpus:
     def _shard(self, number: int) -> Path:
         return self.folder / f"answers-{number:05d}.safetensors"
 
-    def _sharded_keys(self) -> set[str]:
-        return {row.key for number in range(self._shards) for row in self._read_shard(self._shard(number))}
+    def _sharded_rows(self) -> Iterator[Row]:
+        for number in range(self._shards):
+            yield from self._read_shard(self._shard(number))
 
     def _read_pending(self) -> list[Row]:
         path = self.folder / "pending.jsonl"
@@ -179,6 +180,10 @@ class Corpus:
             Row(key, source, prompt, answer, bool(done))
             for (key, source), prompt, answer, done in zip(texts, prompts, answers, finished, strict=True)
         ]
+
+
+def _line(row: Row) -> str:
+    return json.dumps(asdict(row)) + "\n"
 
 
 def _write_shard(path: Path, rows: list[Row]) -> None:
