@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import time
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from blockdraft import load_drafter, load_target
 from blockdraft.decode import decode
-from blockdraft.prompts import encode
+from blockdraft.prompts import OWN_PROMPTS, encode
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.store import obtain
@@ -34,8 +33,7 @@ EVALUATION = Path(__file__).resolve().parents[2] / "shared" / "data" / "eval" / 
 def prompts() -> tuple[str, list[str]]:
     if EVALUATION.exists():
         return "GSM8K", [json.loads(line)["turns"][0] for line in EVALUATION.read_text().splitlines()]
-    own = Path(str(resources.files("blockdraft"))) / "prompts.jsonl"
-    return "own prompts", [json.loads(line)["prompt"] for line in own.read_text().splitlines()]
+    return "own prompts", [json.loads(line)["prompt"] for line in OWN_PROMPTS.read_text().splitlines()]
 
 
 def timed(target, drafter, ids, tokens, block_size=None, ignore_eos=False):

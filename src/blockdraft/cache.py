@@ -53,14 +53,15 @@ class KVCache(Cache):
     Args:
         rows: sequences that can be held at once.
         capacity: slots per row, including the room that the widest block needs behind the last committed token.
-        dtype: of the stored keys and values. On CPUs float32 also for bf16 models: attention over few queries is several
-            times faster in it.
+        dtype: of the model. Keys and values are stored and attended over in it; on CPUs in float32, where attention over few
+            queries is several times faster than in bfloat16.
         device: of the buffers.
     """
 
     def __init__(self, rows: int, capacity: int, dtype: torch.dtype, device: torch.device):
         super().__init__(layers=[])
-        self.rows, self.capacity, self.dtype, self.device = rows, capacity, dtype, device
+        self.rows, self.capacity, self.device = rows, capacity, device
+        self.dtype = torch.float32 if device.type == "cpu" else dtype
         self.lengths = [0] * rows
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
@@ -131,6 +132,11 @@ class KVCache(Cache):
                     for buffer in buffers.values():
                         buffer[row, :, start : start + len(path)] = buffer[row, :, source]
             self.lengths[row] = start + len(path)
+
+    def positions_behind(self, first: int, rows: int, count: int) -> Tensor:
+        """``[rows, count]`` int64: the next positions of the rows ``first, first + 1, ...``."""
+        starts = torch.tensor(self.lengths[first : first + rows], device=self.device)
+        return starts[:, None] + torch.arange(count, device=self.device)
 
     def truncate(self, row: int, length: int) -> None:
         """Forget everything of a row from position ``length`` on."""

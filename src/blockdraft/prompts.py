@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from blockdraft.errors import UsageError
 from blockdraft.target import Target
 
+OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")  # written for this project, always installed
 Message = dict[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
 

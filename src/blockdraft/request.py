@@ -51,14 +51,15 @@ class Request:
             )
         if min(prompt) < 0 or max(prompt) >= target.embedding.num_embeddings:
             raise UsageError(f"the prompt has token ids outside the target's vocabulary of {target.embedding.num_embeddings}")
-        if params.stop and target.tokenizer is None:
-            raise UsageError("stop strings need a tokenizer, and this target has none; use stop_token_ids")
+        tokenizer = target.tokenizer if detokenize else None
+        if params.stop and tokenizer is None:
+            raise UsageError("stop strings need a tokenizer, and there is none at work here; use stop_token_ids")
         self.prompt, self.params, self.row = list(prompt), params, row
         self.limit = min(params.max_new_tokens, limit - len(self.prompt))
         self.sampler = Sampler(params, row, torch.device(target.device))
         ends = params.stop_token_ids if params.stop_token_ids is not None else target.end_tokens
         self._ends = frozenset() if params.ignore_eos else frozenset(ends)
-        self._detokenizer = Detokenizer(target.tokenizer) if detokenize and target.tokenizer is not None else None
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._stops = StopStrings(params.stop)
         self._shown = 0
         self._cut_off = False
@@ -68,7 +69,6 @@ class Request:
         self.block_size = 1  # slots of a block in the rounds, the anchor included
         self.rounds = 0
         self.accepted_at: list[int] = []
-        self.drafted = 0
         self.prefill_seconds = 0.0  # from the prompt's pass to the first token
         self.decode_seconds = 0.0  # passes since, those that this request waited for included
 
@@ -92,10 +92,9 @@ class Request:
                 return count
         return len(tokens)
 
-    def count_round(self, drafted: int, accepted: Sequence[int]) -> None:
-        """Book a verification pass: candidates tried, and the depths (1 = behind the anchor) of those that were emitted."""
+    def count_round(self, accepted: Sequence[int]) -> None:
+        """Book a verification pass, and the depths (1 = behind the anchor) of the candidates that were emitted."""
         self.rounds += 1
-        self.drafted += drafted
         for depth in accepted:
             self.accepted_at += [0] * (depth - len(self.accepted_at))
             self.accepted_at[depth - 1] += 1

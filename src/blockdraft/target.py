@@ -106,7 +106,7 @@ class Target:
         """Logits ``[1, 12, vocabulary]`` of 12 ids by prefill, a tree of right and wrong tokens, commit, and one step."""
         cache = self.new_cache(1, 32)
         wrong = (ids + 1) % self.config.vocab_size
-        logits = [self._forward(cache, ids[:, :5], cache.open(0, _positions(0, 5, self.device)).positions)[0]]
+        logits = [self._forward(cache, ids[:, :5], cache.open(0, cache.positions_behind(0, 1, 5)).positions)[0]]
         cache.commit([range(5)])
         tokens = torch.stack([wrong[0, 6], ids[0, 6], wrong[0, 7], ids[0, 7], ids[0, 8]])[None]
         tree = Proposal(tokens, [6], torch.tensor([[0, 0, 2, 2, 4]], device=self.device))
@@ -123,9 +123,8 @@ class Target:
     # ---- the four verbs
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """Buffers for ``rows`` sequences of ``capacity`` slots; float32 on CPUs, the model's dtype elsewhere."""
-        dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        return KVCache(rows, capacity, dtype, self.device)
+        """Buffers for ``rows`` sequences of ``capacity`` slots."""
+        return KVCache(rows, capacity, self.dtype, self.device)
 
     def prefill(
         self, cache: KVCache, row: int, ids: Sequence[int], taps: Sequence[int] = ()
@@ -137,7 +136,7 @@ class Target:
         """
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = torch.tensor([list(ids[start : start + PREFILL_CHUNK])], device=self.device)
-            span = cache.open(row, _positions(cache.lengths[row], chunk.shape[1], self.device))
+            span = cache.open(row, cache.positions_behind(row, *chunk.shape))
             logits, features = self._forward(cache, chunk, span.positions, taps, keep=1)
             cache.commit([range(chunk.shape[1])])
             yield logits[0, -1], features
@@ -145,9 +144,8 @@ class Target:
     def step(self, cache: KVCache, tokens: Tensor) -> Tensor:
         """Run one token per row, ``[rows]`` int64, and commit it. Returns logits ``[rows, vocabulary]``."""
         rows = tokens.shape[0]
-        positions = torch.tensor(cache.lengths[:rows], device=self.device)[:, None]
-        cache.open(0, positions)
-        logits, _ = self._forward(cache, tokens[:, None], positions)
+        span = cache.open(0, cache.positions_behind(0, rows, 1))
+        logits, _ = self._forward(cache, tokens[:, None], span.positions)
         cache.commit([(0,)] * rows)
         return logits[:, -1]
 
@@ -159,10 +157,9 @@ class Target:
         """
         rows = anchors.shape[0]
         tokens = torch.cat([anchors[:, None], proposal.tokens], dim=1)
-        starts = torch.tensor(cache.lengths[:rows], device=self.device)[:, None]
         depths = F.pad(proposal.depths(), (1, 0))
         # Padding may point beyond the last position that the model has an embedding for.
-        positions = (starts + depths).clamp(max=self.context - 1)
+        positions = (cache.positions_behind(0, rows, 1) + depths).clamp(max=self.context - 1)
         cache.open(0, positions, proposal.visible())
         return self._forward(cache, tokens, positions, taps)
 
@@ -245,7 +242,3 @@ def rope_types(config: PreTrainedConfig) -> set[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return {str(entry["rope_type"]) for entry in nested if "rope_type" in entry}
-
-
-def _positions(start: int, count: int, device: torch.device) -> Tensor:
-    return torch.arange(start, start + count, device=device)[None]

@@ -2,7 +2,6 @@
 
 import json
 import os
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from blockdraft import load_drafter, load_target
-from blockdraft.prompts import encode
+from blockdraft.prompts import OWN_PROMPTS, encode
 from blockdraft.store import obtain
 
 EVALUATION = Path(__file__).resolve().parents[3] / "shared" / "data" / "eval"
@@ -24,8 +23,7 @@ def rows() -> tuple[str, list[str]]:
             [json.loads(line)["turns"][0] for line in file.read_text().splitlines()] for file in sorted(EVALUATION.glob("*.jsonl"))
         ]
         return f"evaluation sets in {EVALUATION.parent.parent.name}/", [task[i] for i in range(10) for task in tasks]
-    own = Path(str(resources.files("blockdraft"))) / "prompts.jsonl"
-    return "prompts of our own", [json.loads(line)["prompt"] for line in own.read_text().splitlines()]
+    return "prompts of our own", [json.loads(line)["prompt"] for line in OWN_PROMPTS.read_text().splitlines()]
 
 
 def pytest_report_header() -> str:

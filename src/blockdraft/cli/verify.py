@@ -3,8 +3,6 @@
 import argparse
 import json
 import sys
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.cli import options
@@ -26,7 +24,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    from blockdraft.prompts import encode, read_prompts
+    from blockdraft.prompts import OWN_PROMPTS, encode, read_prompts
     from blockdraft.verification import verify_pair
 
     params = options.sampling(args)
@@ -34,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--stop has no effect on the tokens that verify compares; leave it out")
     if not params.greedy and params.acceptance == "rejection":
         raise UsageError("the rejection rule is exact in law, not token by token: verify compares under --acceptance match")
-    own = Path(str(resources.files("blockdraft"))) / "prompts.jsonl"
-    conversations = read_prompts(args.prompts or own)[: args.limit]
+    conversations = read_prompts(args.prompts or OWN_PROMPTS)[: args.limit]
     target, drafter = options.load(args)
     assert drafter is not None
     if target.dtype.itemsize < 4 and not (params.greedy and params.repetition_penalty == 1.0):

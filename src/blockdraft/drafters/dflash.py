@@ -208,13 +208,12 @@ class DFlashDrafter:
         return block_size
 
     def reset(self, rows: int, capacity: int) -> None:
-        dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        self.cache = KVCache(rows, capacity, dtype, self.device)
+        self.cache = KVCache(rows, capacity, self.dtype, self.device)
 
     def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
         assert features is not None
         with torch.inference_mode():
-            span = self.cache.open(row, self._positions(row, *tokens.shape))
+            span = self.cache.open(row, self.cache.positions_behind(row, *tokens.shape))
             for layer, (keys, values) in enumerate(self.network.inject(features.to(self.dtype), span.positions)):
                 self.cache.update(keys, values, layer)
         self.cache.commit([range(count) for count in counts])
@@ -242,7 +241,7 @@ class DFlashDrafter:
         if len(set(widths)) > 1:
             inside = torch.arange(slots, device=self.device) < torch.tensor(widths, device=self.device)[:, None]
             real = inside[:, None, :].expand(-1, slots, -1) | torch.eye(slots, dtype=torch.bool, device=self.device)
-        span = self.cache.open(0, self._positions(0, *ids.shape), real)
+        span = self.cache.open(0, self.cache.positions_behind(0, *ids.shape), real)
         hidden = self.network(block, span.positions, self.cache, self._masks(span))
         logits = self.head(hidden) * self.config.output_multiplier
         if self.config.softcap is not None:
@@ -256,10 +255,6 @@ class DFlashDrafter:
                 everything = rule == (False, None) and span.slots is None and span.visible is None
                 made[rule] = None if everything else additive(visibility(span, visible_rule(*rule), self.device), self.cache.dtype)
         return [made[rule] for rule in zip(self.config.causal, self.config.windows, strict=True)]
-
-    def _positions(self, row: int, rows: int, count: int) -> Tensor:
-        starts = torch.tensor(self.cache.lengths[row : row + rows], device=self.device)
-        return starts[:, None] + torch.arange(count, device=self.device)
 
     def truncate(self, row: int, length: int) -> None:
         self.cache.truncate(row, length)
