@@ -8,26 +8,29 @@ rules hold for ragged rows and for draft trees, where a slot in the buffer is no
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from blockdraft.cache import KVCache, Span
 
 NAME = "blockdraft"
+Mask = Tensor | BlockMask | None
 _cache: ContextVar[KVCache] = ContextVar("blockdraft_cache")
 
 
 @contextmanager
-def attending_over(cache: KVCache, config: PreTrainedConfig) -> Iterator[None]:
-    """Let a model attend over ``cache``; outside, its own attention implementation is in force again."""
+def attending_over(kv: KVCache, config: PreTrainedConfig) -> Iterator[None]:
+    """Let a model attend over ``kv``; outside, its own attention implementation is in force again."""
     own = config._attn_implementation
     config._attn_implementation = NAME
-    token = _cache.set(cache)
+    token = _cache.set(kv)
     try:
         yield
     finally:
@@ -83,7 +86,7 @@ def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -93,7 +96,7 @@ def attend(
     Args:
         query: ``[rows, heads, count, head size]``, any float dtype.
         keys, values: ``[rows, kv heads, length, head size]``; their dtype is the one computed in.
-        mask: additive ``[rows or 1, 1, count, length]`` or None.
+        mask: additive ``[rows or 1, 1, count, length]``, a BlockMask (FlexAttention; no soft cap, no sinks), or None.
         scale: of the scores.
         softcap: ``s * tanh(scores / s)`` before the mask (Gemma 2).
         sinks: ``[heads]`` logits of a key that holds nothing (gpt-oss).
@@ -101,6 +104,12 @@ def attend(
     Returns:
         ``[rows, count, heads, head size]`` in the query's dtype.
     """
+    if isinstance(mask, BlockMask):
+        assert softcap is None and sinks is None
+        flex = _compiled_flex() if query.is_cuda else cast(Callable[..., Tensor], flex_attention)
+        same = query.to(keys.dtype)
+        out = flex(same, keys, values, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != keys.shape[1])
+        return out.transpose(1, 2).to(query.dtype)
     rows, heads, count, size = query.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
@@ -120,6 +129,12 @@ def attend(
             scores = torch.cat([scores, sink.reshape(rows, kv_heads, group * count, 1)], dim=-1)
         out = torch.softmax(scores.float(), dim=-1).to(values.dtype)[..., :length] @ values
     return out.view(rows, heads, count, -1).transpose(1, 2).to(query.dtype)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention as one kernel; uncompiled it would write out all scores. Dynamic: one compilation for all shapes."""
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def _attention(

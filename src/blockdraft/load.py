@@ -18,7 +18,7 @@ from blockdraft.drafters.dflash import DFlash, DFlashDrafter
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.formats import zlab
 from blockdraft.packing import pack_linears
-from blockdraft.store import SHORT_NAMES, obtain, stored_identity, weights_digest
+from blockdraft.store import SHORT_NAMES, obtain, sha256_of, stored_identity, weights_digest
 from blockdraft.target import Target, refuse_unsupported
 
 DEFAULT_TARGET = "smollm2-135m"
@@ -204,13 +204,22 @@ def shipped_drafter(target: Target) -> Path:
         wanted = json.loads((folder / "target.json").read_text())
         if wanted["hidden_size"] != target.hidden_size or wanted["layers"] != len(target.layers):
             continue
-        if target.digest is None and Path(target.name).is_dir():
-            target.digest = weights_digest(Path(target.name))
-        if target.digest == wanted["weights_sha256"]:
+        if digest_of(target) == wanted["weights_sha256"]:
             return folder
     raise UsageError(
         f"no drafter ships for target {target.name}; give one with --drafter FOLDER (generate and chat run without: --method ar)"
     )
+
+
+def digest_of(target: Target) -> str | None:
+    """Digest of the weights a target was loaded from, computed at the first call; None for a Hugging Face id."""
+    if target.digest is None:
+        place = Path(target.name)
+        if place.is_dir():
+            target.digest = weights_digest(place)
+        elif place.is_file():
+            target.digest = sha256_of(place)
+    return target.digest
 
 
 def check_pair(network: DFlash, target: Target, name: str) -> None:

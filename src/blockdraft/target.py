@@ -183,6 +183,23 @@ class Target:
         """Raw rows of the embedding ``[..., hidden]``: no scale or norm of the model's embedding module is applied."""
         return F.embedding(ids, self.embedding.weight)
 
+    def read(self, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One plain pass over whole texts, without a cache and without the head; texts are padded on the right.
+
+        Args:
+            ids: ``[rows, tokens]`` int64.
+            taps: layers to keep the outputs of.
+
+        Returns:
+            Features ``[rows, tokens, taps * hidden]``, and the hidden states ``[rows, tokens, hidden]`` behind the last layer's
+            norm, which the head reads.
+        """
+        self.forwards += 1
+        with torch.inference_mode(), self._tapped(taps) as outputs:
+            last = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            features = torch.cat([outputs[i] for i in taps], dim=-1) if taps else last[..., :0]
+        return features, last
+
     # ---- one forward pass
 
     def _forward(

@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from blockdraft.attention import additive, attend, visibility
+from blockdraft.attention import Mask, additive, attend, visibility
 from blockdraft.cache import KVCache, Span
 from blockdraft.drafters.base import Draw
 from blockdraft.proposal import Proposal
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         keys = rotate(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), *rope)
         return keys, self.heads(self.v_proj(x)).transpose(1, 2)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Mask) -> Tensor:
         query = rotate(self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2), *rope)
         keys, values = kv.update(*self.keys_values(x, rope), layer)
         return self.o_proj(attend(query, keys, values, mask, self.scale).flatten(2))
@@ -108,7 +108,7 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Mask) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, kv, layer, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -135,28 +135,31 @@ class DFlash(nn.Module):
             groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]  # type: ignore[union-attr, list-item]
         return groups
 
-    def inject(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def fuse(self, features: Tensor) -> Tensor:
+        """The tapped outputs side by side, ``[rows, tokens, taps * hidden]``, as one vector ``[rows, tokens, hidden]``."""
+        return self.hidden_norm(self.fc(features))
+
+    def inject(self, fused: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Context keys and values of every layer.
 
         Args:
-            features: ``[rows, tokens, taps * hidden]``, the tapped outputs side by side.
+            fused: ``[rows, tokens, hidden]``.
             positions: ``[rows, tokens]`` int64.
 
         Returns:
             Per layer, keys and values ``[rows, kv heads, tokens, head size]``.
         """
-        fused = self.hidden_norm(self.fc(features))
         rope = self.rotary(fused, positions)
         return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
 
-    def forward(self, block: Tensor, positions: Tensor, kv: KeyValues, masks: Sequence[Tensor | None]) -> Tensor:
+    def forward(self, block: Tensor, positions: Tensor, kv: KeyValues, masks: Sequence[Mask]) -> Tensor:
         """Hidden states ``[rows, slots, hidden]`` after the final norm.
 
         Args:
             block: ``[rows, slots, hidden]`` embeddings of anchor and mask tokens.
             positions: ``[rows, slots]`` int64.
             kv: gives each layer what it attends over: the context, then the block rows.
-            masks: per layer, additive ``[rows, 1, slots, keys]`` or None: everything is seen.
+            masks: per layer, additive ``[rows, 1, slots, keys]``, a BlockMask, or None: everything is seen.
         """
         rope = self.rotary(block, positions)
         for index, layer in enumerate(self.layers):
@@ -214,7 +217,8 @@ class DFlashDrafter:
         assert features is not None
         with torch.inference_mode():
             span = self.cache.open(row, self.cache.positions_behind(row, *tokens.shape))
-            for layer, (keys, values) in enumerate(self.network.inject(features.to(self.dtype), span.positions)):
+            fused = self.network.fuse(features.to(self.dtype))
+            for layer, (keys, values) in enumerate(self.network.inject(fused, span.positions)):
                 self.cache.update(keys, values, layer)
         self.cache.commit([range(count) for count in counts])
 

@@ -9,13 +9,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
 from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
+from blockdraft.store import write_whole
 
 # Keys that reveal a relative of DFlash with other slots or further modules: shapes would fit, the output would be garbage.
 _RELATIVES = ("projector_type", "shift_label", "sample_from_anchor", "markov_rank", "selector_rank", "conv_kernel_size")
@@ -49,6 +51,43 @@ def read(folder: Path) -> DFlash:
     network.to(next(iter(dtypes)))
     network.load_state_dict(tensors)
     return network
+
+
+def write(network: DFlash, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write ``config.json`` and ``model.safetensors`` into an existing folder, in both schemas at once.
+
+    Raises:
+        UsageError: a meaning that the layout cannot hold (layers of unlike causality or window).
+    """
+    config = network.config
+    if len(set(config.causal)) > 1 or len(set(config.windows)) > 1:
+        raise UsageError("z-lab's layout is written for drafters whose layers all have one causality and one window")
+    window = config.windows[0]
+    name = str(dtype).removeprefix("torch.")
+    theta = dict(config.backbone.rope_parameters or {})["rope_theta"]
+    nested: dict[str, Any] = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
+    nested["target_layer_ids"] = list(config.taps)
+    nested["input_embedding_scale"], nested["output_multiplier"] = config.embedding_scale, config.output_multiplier
+    if config.softcap is not None:
+        nested["final_logit_softcapping"] = config.softcap
+    raw = {key: value for key, value in config.backbone.to_dict().items() if key not in ("transformers_version", "_name_or_path")}
+    raw |= {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": nested,
+        "num_target_layers": config.target_layers,
+        "rope_theta": theta,
+        "rope_scaling": None,
+        "layer_types": [("full_attention" if window is None else "sliding_attention")] * len(config.windows),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "is_causal": config.causal[0],
+        "tie_word_embeddings": False,
+        "dtype": name,
+    }
+    tensors = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in network.state_dict().items()}
+    write_whole(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_whole(folder / "config.json", lambda path: path.write_text(json.dumps(raw, indent=1) + "\n"))
 
 
 def read_config(folder: Path) -> DFlashConfig:

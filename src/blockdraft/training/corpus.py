@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockdraft.errors import UsageError
+from blockdraft.load import digest_of
 from blockdraft.store import write_whole
 from blockdraft.target import Target
 
@@ -50,7 +51,7 @@ def identity(target: Target, **settings: object) -> dict[str, Any]:
     assert target.tokenizer is not None
     return {
         "target": target.name,
-        "weights_sha256": target.digest,
+        "weights_sha256": digest_of(target),
         "config_sha256": _sha(target.config.to_json_string()),
         "tokenizer_sha256": _sha(target.tokenizer.backend_tokenizer.to_str()),
         "template_sha256": _sha(target.tokenizer.chat_template or ""),

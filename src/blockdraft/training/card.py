@@ -1,0 +1,112 @@
+"""The result of a run: a drafter folder in z-lab's layout, with a card that says what it learnt from and what it is worth."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from blockdraft.drafters.dflash import DFlash
+from blockdraft.formats import zlab
+from blockdraft.store import write_whole
+from blockdraft.training.config import TrainConfig
+from blockdraft.training.evaluate import Real, as_drafter, by_source, decode_held_out
+from blockdraft.training.run import Run
+
+
+def write_drafter(run: Run, folder: Path, weights: dict[str, Tensor], step: int) -> Path:
+    """Write weights ``weights`` of ``step`` in bfloat16, measure them on held-out prompts, and write ``README.md``.
+
+    The drafter is read by ``blockdraft generate --drafter FOLDER``. ``target.json`` names the target it was trained for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    network = DFlash(run.network.config)
+    network.load_state_dict(weights)
+    zlab.write(network, folder)
+    who = {
+        "name": run.target.name,
+        "hidden_size": run.target.hidden_size,
+        "layers": len(run.target.layers),
+        "weights_sha256": run.target.digest,
+    }
+    write_whole(folder / "target.json", lambda path: path.write_text(json.dumps(who, indent=1) + "\n"))
+    card = model_card(run, step, measure(run, weights))
+    write_whole(folder / "README.md", lambda path: path.write_text(card))
+    return folder
+
+
+def measure(run: Run, weights: dict[str, Tensor]) -> dict[str, tuple[Real, Real]]:
+    """For each source of held-out prompts, one prompt at a time: plain decoding, then the same prompts with the drafter."""
+    drafter = as_drafter(run.network, weights, run.target)
+    tokens = run.config.evaluate_tokens
+    found = {}
+    for source, documents in by_source(run.documents.held_out, 4).items():
+        decode_held_out(run.target, None, documents[:1], tokens, 1)  # first calls of a shape are slow
+        plain, drafted = (decode_held_out(run.target, d, documents, tokens, 1) for d in (None, drafter))
+        found[source] = (plain, drafted)
+    return found
+
+
+def model_card(run: Run, step: int, measured: dict[str, tuple[Real, Real]]) -> str:
+    """The card as Markdown."""
+    c, parameters = run.network.config, sum(p.numel() for p in run.network.parameters())
+    documents, tokens = run.documents, run.documents.tokens
+    changed = {key: value for key, value in vars(run.config).items() if value != getattr(TrainConfig(), key, None)}
+    shown = yaml.safe_dump(
+        {key: value for key, value in changed.items() if key not in ("out", "corpus", "device")}, sort_keys=False
+    )
+    rows = "\n".join(
+        f"| {source} | {_number(real.tau)} | {_number(real.first_slot)} | {plain.seconds / real.seconds:.2f}x |"
+        for source, (plain, real) in sorted(measured.items())
+    )
+    data = "\n".join(f"| {source} | {count:,} |" for source, count in sorted(tokens.items()))
+    made = ", ".join(f"{key} {value}" for key, value in sorted(documents.made_with.items()))
+    sizes = f"{c.backbone.num_hidden_layers} layers of width {c.backbone.hidden_size}, {parameters:,} parameters in bfloat16"
+    slots = f"block {c.block_size}, tapped layers {list(c.taps)}, mask token {c.mask_token_id}"
+    how = f"{run.config.evaluate_tokens} tokens, {str(run.target.dtype).removeprefix('torch.')} on {run.target.device}"
+    return f"""---
+license: apache-2.0
+tags: [dflash, speculative-decoding]
+---
+# A DFlash drafter for {run.target.name}
+
+{sizes};
+{slots}. It makes the target faster and never changes what it says.
+
+```sh
+blockdraft generate "Hello" --target {run.target.name} --drafter THIS_FOLDER
+```
+
+## Measured
+
+Real greedy decoding of up to 4 held-out prompts of each source, one at a time, {how};
+plain decoding of the same prompts by the same engine is the baseline. Few prompts: a first impression, not a benchmark.
+
+| prompts | acceptance length | first slot | speed-up |
+|---|---|---|---|
+{rows}
+
+## Data
+
+The target's own answers ({made}): {sum(tokens.values()):,} tokens in
+{len(documents.train):,} conversations; {len(documents.held_out)} more were held out.
+
+| source | answer tokens |
+|---|---|
+{data}
+
+## Recipe
+
+Step {step} of {run.steps}, the best by acceptance length on held-out prompts. `blockdraft train` with
+
+```yaml
+{shown.strip()}
+```
+
+The weights were learnt from this target's output and serve it alone; its licence applies to that output as well.
+"""
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.2f}"

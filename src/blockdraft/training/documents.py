@@ -1,0 +1,86 @@
+"""From corpus folders to documents: checked against the target, cut to a row, a part held out."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blockdraft.errors import UsageError
+from blockdraft.sampling import counter_uniform
+from blockdraft.target import Target
+from blockdraft.training.batches import Document
+from blockdraft.training.corpus import Corpus, identity
+
+# What must be equal between a corpus and the target it trains a drafter for.
+WHO = ("target", "weights_sha256", "config_sha256", "tokenizer_sha256", "template_sha256")
+
+
+@dataclass
+class Documents:
+    """What a run reads.
+
+    Attributes:
+        train, held_out: disjoint.
+        tokens: answer tokens of the training documents, by source.
+        dropped, cut: conversations without a place for a block, and those longer than a row.
+        made_with: thinking mode and sampling of the corpora.
+    """
+
+    train: list[Document]
+    held_out: list[Document]
+    tokens: Counter[str] = field(default_factory=Counter)
+    dropped: int = 0
+    cut: int = 0
+    made_with: dict[str, Any] = field(default_factory=dict)
+
+
+def read_documents(corpora: Sequence[str], target: Target, length: int, held_out: int, seed: int) -> Documents:
+    """All conversations of the corpora, in a fixed order.
+
+    Raises:
+        UsageError: no corpus, one of another target (names what differs), corpora of different kinds, a damaged shard, or fewer
+            conversations than are to be held out.
+    """
+    if not corpora:
+        raise UsageError("no corpus: name folders made by `blockdraft data` with corpus=FOLDER")
+    found = Documents([], [])
+    seen: set[tuple[int, ...]] = set()
+    for place in corpora:
+        corpus = Corpus(Path(place).expanduser())
+        _refuse_another(corpus, target)
+        made_with = {key: value for key, value in corpus.identity.items() if key not in WHO}
+        differing = [key for key in made_with if key in found.made_with and found.made_with[key] != made_with[key]]
+        if "thinking" in differing:
+            raise UsageError(
+                f"corpus {place} was made with thinking {made_with['thinking']!r}, another with {found.made_with['thinking']!r}"
+            )
+        found.made_with |= made_with
+        for row in corpus.rows():
+            ids = [*row.prompt, *row.answer][:length]
+            found.cut += len(row.prompt) + len(row.answer) > length
+            if len(ids) < len(row.prompt) + 2 or tuple(row.prompt) in seen:
+                found.dropped += 1
+                continue
+            seen.add(tuple(row.prompt))
+            found.train.append(Document(row.key, row.source, ids, len(row.prompt)))
+    if len(found.train) <= held_out:
+        raise UsageError(f"held_out is {held_out}, but the corpus has only {len(found.train)} conversations; hold out fewer")
+    # The order is that of the keys' digests, not of files: every reading of the same corpora holds out the same conversations.
+    found.train.sort(key=lambda d: counter_uniform(seed, *d.key.encode()))
+    found.held_out, found.train = found.train[:held_out], found.train[held_out:]
+    for document in found.train:
+        found.tokens[document.source] += len(document.ids) - document.start
+    return found
+
+
+def _refuse_another(corpus: Corpus, target: Target) -> None:
+    who = identity(target)
+    differing = [key for key in WHO if corpus.identity.get(key) != who[key]]
+    if differing == ["target"] and who["weights_sha256"] is not None:
+        return  # the same weights under another name or path
+    if differing:
+        raise UsageError(
+            f"corpus {corpus.folder} is not of target {target.name}: {', '.join(differing)} differ{'s' * (len(differing) == 1)} "
+            f"({corpus.identity.get(differing[0])!r} there, {who[differing[0]]!r} here)"
+        )

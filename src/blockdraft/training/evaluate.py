@@ -1,0 +1,80 @@
+"""What a drafter is worth: the training estimate on held-out documents, and the real acceptance length from real decoding."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from blockdraft.decode import decode
+from blockdraft.drafters.dflash import DFlash, DFlashDrafter
+from blockdraft.request import Request
+from blockdraft.sampling import SamplingParams
+from blockdraft.target import Target
+from blockdraft.training.batches import Document
+
+
+@dataclass(frozen=True)
+class Real:
+    """Real decoding of some prompts, greedy, chain.
+
+    Attributes:
+        rounds, emitted: of all prompts; the prompt's pass and its token are not counted.
+        first_slot: share of rounds that drafted in which the first draft stood.
+        seconds: of decoding.
+    """
+
+    rounds: int
+    emitted: int
+    first_slot: float | None
+    seconds: float
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens emitted per round."""
+        return self.emitted / self.rounds if self.rounds else None
+
+
+def as_drafter(network: DFlash, state: dict[str, Tensor], target: Target) -> DFlashDrafter:
+    """A drafter in the target's dtype and on its device, with these weights: what decoding will run, not what training runs."""
+    copy = DFlash(network.config)
+    copy.load_state_dict(state)
+    return DFlashDrafter(copy.to(target.device, target.dtype).requires_grad_(False), target.embed, target.head)
+
+
+def decode_held_out(
+    target: Target, drafter: DFlashDrafter | None, documents: Sequence[Document], tokens: int, batch: int = 8
+) -> Real:
+    """Answer the prompts of documents anew, with the drafter or (None) without."""
+    params = SamplingParams(max_new_tokens=tokens)
+    requests = [Request(d.ids[: d.start], params, target, detokenize=False) for d in documents]
+    began = time.perf_counter()
+    for _ in decode(target, drafter, requests, batch):
+        pass
+    seconds = time.perf_counter() - began
+    rounds = sum(request.rounds for request in requests)
+    emitted = sum(len(request.output) - 1 for request in requests if request.output)
+    first = _first_slot(requests)
+    return Real(rounds, emitted, first, seconds)
+
+
+def _first_slot(requests: Sequence[Request]) -> float | None:
+    drafted = sum(request.rounds for request in requests)
+    stood = sum(request.accepted_at[0] for request in requests if request.accepted_at)
+    return stood / drafted if drafted else None
+
+
+def by_source(documents: Sequence[Document], most: int) -> dict[str, list[Document]]:
+    """Up to ``most`` documents of each source."""
+    found: dict[str, list[Document]] = {}
+    for document in documents:
+        mine = found.setdefault(document.source, [])
+        if len(mine) < most:
+            mine.append(document)
+    return found
+
+
+def spread(documents: Sequence[Document], count: int) -> list[Document]:
+    """``count`` documents, the sources in turn."""
+    ranked = [(place, document) for mine in by_source(documents, count).values() for place, document in enumerate(mine)]
+    return [document for _, document in sorted(ranked, key=lambda entry: entry[0])[:count]]

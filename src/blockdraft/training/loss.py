@@ -1,0 +1,178 @@
+"""The loss of drafted blocks: cross entropy and distillation over the vocabulary, in chunks, with its gradient at once.
+
+The logits of all slots at a time would be the largest tensor of a training step by far. Here a chunk of blocks goes through the
+frozen head, its loss and the gradient of its hidden states are computed, and its logits are gone before the next chunk.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 1 << 30}  # of one chunk's float32 logits
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """What a slot's prediction costs and how slots are weighed.
+
+    Attributes:
+        ce_weight, kl_weight: of cross entropy on the target's tokens, and of forward KL from the target's probabilities.
+        kl_top_k: KL over the k most probable tokens and one class for the rest; 0: all tokens.
+        decay: slot k weighs exp(-(k-1)/decay).
+        dpace: smoothing of D-PACE weights (arXiv 2605.18810), which replace the decay; None: off.
+        multiplier, softcap: what the drafter does to the head's logits.
+    """
+
+    ce_weight: float = 1.0
+    kl_weight: float = 0.0
+    kl_top_k: int = 0
+    decay: float = 4.0
+    dpace: float | None = None
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Words:
+    """The rows of the head that a loss looks at.
+
+    Attributes:
+        weight: ``[words, hidden]``; the frozen head's, or some of its rows.
+        bias: ``[words]`` or None.
+        ids: ``[words]`` int64, the token of each row; None: all tokens in order.
+        offset: ``[words]``, added to the logits: a word drawn from many speaks for all of them (log of how many); None: zero.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    ids: Tensor | None = None
+    offset: Tensor | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Head logits ``[..., words]`` in float32, without the offset."""
+        flat = hidden.reshape(-1, hidden.shape[-1])  # in three dimensions the gradient is a batch of small products, far slower
+        return F.linear(flat.to(self.weight.dtype), self.weight, self.bias).float().view(*hidden.shape[:-1], -1)
+
+    def index(self, tokens: Tensor) -> Tensor:
+        """Rows of tokens that are among the words."""
+        return tokens if self.ids is None else torch.searchsorted(self.ids, tokens)
+
+
+def some_words(words: Words, labels: Tensor, frequent: Tensor, count: int, generator: torch.Generator) -> Words:
+    """About ``count`` words: the labels, the most frequent tokens, and an eighth drawn from all the others.
+
+    Args:
+        words: the whole head.
+        labels: int64, any shape.
+        frequent: ``[tokens]`` int64, by falling frequency.
+        generator: of the draw, on the CPU.
+    """
+    total = len(words.weight)
+    drawn = count // 8
+    kept = torch.cat([labels.flatten().unique(), frequent[: count - drawn]]).unique()
+    others = torch.ones(total, dtype=torch.bool, device=kept.device)
+    others[kept] = False
+    rest = others.nonzero()[:, 0]
+    sample = rest[torch.randperm(len(rest), generator=generator)[:drawn].to(rest.device)]
+    ids = torch.cat([kept, sample]).sort().values
+    offset = torch.zeros(len(ids), device=ids.device)
+    if len(sample):
+        offset[torch.searchsorted(ids, sample)] = math.log(len(rest) / len(sample))
+    return Words(words.weight[ids], words.bias[ids] if words.bias is not None else None, ids, offset)
+
+
+def slot_weights(cross_entropy: Tensor, valid: Tensor, rule: LossRule) -> Tensor:
+    """Weights ``[blocks, slots]`` without gradient; 0 where a slot is not valid.
+
+    Decay: ``exp(-(k-1)/decay)`` (arXiv 2602.06036). D-PACE: with ``s = (1-a) exp(-CE) + a`` slot j weighs ``sum over m >= j of
+    prod over i <= m of s_i``: how much it adds to the expected acceptance length.
+    """
+    if rule.dpace is None:
+        slot = torch.arange(valid.shape[1], device=valid.device)
+        return torch.exp(-slot / rule.decay) * valid
+    survival = torch.where(valid, (1 - rule.dpace) * torch.exp(-cross_entropy.detach()) + rule.dpace, 1.0)
+    reach = survival.cumprod(dim=1) * valid
+    return reach.flip(1).cumsum(dim=1).flip(1) * valid
+
+
+def distillation(draft: Tensor, teacher: Tensor, top_k: int) -> Tensor:
+    """Forward KL ``[...]`` from the teacher's to the draft's distribution, both given as logits ``[..., words]``."""
+    draft, teacher = draft.log_softmax(dim=-1), teacher.log_softmax(dim=-1)
+    if top_k and top_k < draft.shape[-1]:
+        teacher, kept = teacher.topk(top_k, dim=-1)
+        draft = draft.gather(-1, kept)
+        teacher, draft = _with_rest(teacher), _with_rest(draft)
+    return (teacher.exp() * (teacher - draft)).sum(dim=-1)
+
+
+def _with_rest(logarithms: Tensor) -> Tensor:
+    """One more class: the mass that is missing to 1."""
+    rest = torch.log1p(-logarithms.exp().sum(dim=-1, keepdim=True).clamp(max=1 - 1e-6))
+    return torch.cat([logarithms, rest], dim=-1)
+
+
+class BlockLoss(torch.autograd.Function):
+    """Sum of weighted slot losses; ``apply`` returns it with what else the chunks told.
+
+    Inputs: hidden ``[blocks, slots, hidden]``, labels ``[blocks, slots]`` int64 (among the words), valid (bool, same shape),
+    teacher's hidden states like ``hidden`` or None, Words, LossRule.
+
+    Returns: the sum (scalar float32), the sum of weights (D-PACE: the count of blocks with a valid slot), cross entropy
+    ``[blocks, slots]`` and whether each slot's best word is its label ``[blocks, slots]`` bool; gradients flow into hidden alone.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, labels, valid, teacher, words, rule):  # type: ignore[no-untyped-def]
+        blocks, slots, _ = hidden.shape
+        size = max(1, CHUNK_BYTES.get(hidden.device.type, 1 << 28) // (4 * slots * len(words.weight)))
+        gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        weight = torch.zeros_like(total)
+        entropies = torch.zeros(valid.shape, dtype=torch.float32, device=hidden.device)
+        correct = torch.zeros_like(valid)
+        for start in range(0, blocks, size):
+            part = slice(start, start + size)
+            chunk = hidden[part].detach().requires_grad_(gradient is not None)
+            with torch.set_grad_enabled(gradient is not None):
+                loss, counted, entropies[part], correct[part] = chunk_loss(
+                    chunk, labels[part], valid[part], None if teacher is None else teacher[part], words, rule
+                )
+            total += loss.detach()
+            weight += counted
+            if gradient is not None:
+                gradient[part] = torch.autograd.grad(loss, chunk)[0]
+        ctx.gradient = gradient
+        ctx.mark_non_differentiable(weight, entropies, correct)
+        return total, weight, entropies, correct
+
+    @staticmethod
+    def backward(ctx, total, *others):  # type: ignore[no-untyped-def]
+        return ctx.gradient * total.to(ctx.gradient.dtype), None, None, None, None, None
+
+
+def chunk_loss(
+    hidden: Tensor, labels: Tensor, valid: Tensor, teacher: Tensor | None, words: Words, rule: LossRule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss of a few blocks at once; shapes and results as in BlockLoss."""
+    logits = words.logits(hidden) * rule.multiplier
+    if rule.softcap is not None:
+        logits = torch.tanh(logits / rule.softcap) * rule.softcap
+    index = words.index(labels)
+    correct = (logits.detach().max(dim=-1).indices == index) & valid
+    if words.offset is not None:
+        logits = logits + words.offset
+    entropy = F.cross_entropy(logits.flatten(0, 1), index.flatten(), reduction="none").view(valid.shape)
+    cost = rule.ce_weight * entropy
+    if rule.kl_weight:
+        assert teacher is not None
+        with torch.no_grad():
+            wanted = words.logits(teacher)
+            if words.offset is not None:
+                wanted = wanted + words.offset
+        cost = cost + rule.kl_weight * distillation(logits, wanted, rule.kl_top_k)
+    weights = slot_weights(entropy, valid, rule)
+    counted = weights.sum() if rule.dpace is None else valid.any(dim=1).sum().float()
+    return (torch.where(valid, cost, 0.0) * weights).sum(), counted, entropy.detach(), correct

@@ -1,0 +1,70 @@
+"""The optimiser: AdamW, or Muon for matrices and AdamW for the rest; one learning-rate curve for both."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from blockdraft.errors import UsageError
+from blockdraft.training.config import TrainConfig
+
+
+class Both(torch.optim.Optimizer):
+    """Muon and AdamW as one optimiser: one list of parameter groups, one state."""
+
+    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer):
+        self.parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        for part, start in ((muon, 0), (adamw, len(muon.param_groups))):
+            part.param_groups = self.param_groups[start : start + len(part.param_groups)]
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        start = 0
+        for part in self.parts:
+            count = len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[start : start + count], self.state
+            start += count
+
+
+def make_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimiser of a config; each group knows its peak rate as ``peak``.
+
+    Raises:
+        UsageError: Muon with a torch that has none.
+    """
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    vectors = [p for p in module.parameters() if p.dim() != 2]
+    betas = (config.betas[0], config.betas[1])
+    plain = {"params": vectors, "weight_decay": 0.0}
+    if config.optimizer == "adamw":
+        decayed = {"params": matrices, "weight_decay": config.weight_decay}
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW([decayed, plain], lr=config.learning_rate, betas=betas)
+    else:
+        if not hasattr(torch.optim, "Muon"):
+            raise UsageError(f"torch {torch.__version__} has no Muon; use optimizer=adamw, or torch 2.9 or later")
+        muon = torch.optim.Muon(matrices, lr=config.muon_learning_rate, weight_decay=config.weight_decay)
+        optimizer = Both(muon, torch.optim.AdamW([plain], lr=config.learning_rate, betas=betas))
+    for group in optimizer.param_groups:
+        group["peak"] = group["lr"]
+    return optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: TrainConfig) -> float:
+    """Set the rates of ``step`` (from 0): linear warm-up, then a cosine to ``floor``. Returns the share of the peak."""
+    warmup = max(1, round(config.warmup * steps))
+    if step < warmup:
+        share = (step + 1) / warmup
+    else:
+        along = (step - warmup) / max(1, steps - warmup)
+        share = config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * along))
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * share
+    return share

@@ -1,0 +1,170 @@
+"""The loss: chunks against one piece, weights, D-PACE and KL against plain loops, metrics against brute force (T22, T24)."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockdraft.training import loss as module
+from blockdraft.training.config import TrainConfig
+from blockdraft.training.loss import BlockLoss, LossRule, Words, distillation, slot_weights, some_words
+from blockdraft.training.metrics import Sums
+
+RULES = {
+    "cross entropy": LossRule(),
+    "kl": LossRule(ce_weight=0.0, kl_weight=1.0),
+    "kl over the best": LossRule(ce_weight=0.3, kl_weight=0.7, kl_top_k=3),
+    "d-pace": LossRule(dpace=0.5),
+    "capped": LossRule(multiplier=0.5, softcap=3.0),
+}
+
+
+def case(blocks: int = 7, slots: int = 5, hidden: int = 8, words: int = 31, seed: int = 0):
+    torch.manual_seed(seed)
+    valid = torch.rand(blocks, slots) < 0.8
+    valid[2] = False
+    labels = torch.randint(words, (blocks, slots))
+    tensors = torch.randn(blocks, slots, hidden), labels, valid, torch.randn(blocks, slots, hidden)
+    return *tensors, Words(torch.randn(words, hidden))
+
+
+def plain(hidden, labels, valid, teacher, words, rule):
+    """The same loss by ordinary autograd over all logits at once, in float64."""
+    logits = hidden.double() @ words.weight.double().T * rule.multiplier
+    if rule.softcap is not None:
+        logits = torch.tanh(logits / rule.softcap) * rule.softcap
+    entropy = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(valid.shape)
+    cost = rule.ce_weight * entropy
+    if rule.kl_weight:
+        p, q = (teacher.double() @ words.weight.double().T).softmax(-1), logits.softmax(-1)
+        if rule.kl_top_k:
+            best = p.topk(rule.kl_top_k, -1).indices
+            p, q = (torch.cat([x.gather(-1, best), 1 - x.gather(-1, best).sum(-1, keepdim=True)], -1) for x in (p, q))
+        cost = cost + rule.kl_weight * (p * (p.log() - q.log())).sum(-1)
+    return (cost * slot_weights(entropy, valid, rule))[valid].sum()
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+def test_chunks_equal_one_piece(rule, chunk, monkeypatch):
+    """Value and gradient, whatever the chunks: against float64 autograd."""
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", chunk * 4 * 5 * 31)
+    hidden, labels, valid, teacher, words = case()
+    ours, reference = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    total, weight, entropies, correct = BlockLoss.apply(ours, labels, valid, teacher, words, rule)
+    expected = plain(reference, labels, valid, teacher, words, rule)
+    torch.testing.assert_close(total.double(), expected, atol=1e-4, rtol=1e-5)
+    (2 * total).backward()
+    expected.backward()
+    torch.testing.assert_close(ours.grad, 2 * reference.grad, atol=1e-5, rtol=1e-5)
+    counted = slot_weights(entropies, valid, rule).sum() if rule.dpace is None else valid.any(1).sum()
+    assert float(weight) == pytest.approx(float(counted))
+    assert not bool(correct[~valid].any())
+
+
+def test_no_gradient_is_computed_where_none_is_asked_for():
+    hidden, labels, valid, teacher, words = case()
+    total, *_ = BlockLoss.apply(hidden, labels, valid, teacher, words, LossRule())
+    assert not total.requires_grad
+    assert total.isfinite()
+
+
+@pytest.mark.parametrize(("block", "gamma", "last"), [(16, 7.0, 0.135), (10, 5.0, 0.202), (8, 4.0, 0.223)])
+def test_decay_of_the_paper(block, gamma, last):
+    """T24: the weights of the recipe for the paper's block sizes (method.md 1.5)."""
+    assert TrainConfig(block_size=block).decay == gamma
+    valid = torch.ones(1, block - 1, dtype=torch.bool)
+    weights = slot_weights(torch.zeros(1, block - 1), valid, LossRule(decay=gamma))[0]
+    assert float(weights[0]) == 1
+    assert float(weights[-1]) == pytest.approx(last, abs=1e-3)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 7), st.floats(0.1, 1.0))
+@settings(max_examples=30, deadline=None)
+def test_dpace_equals_a_loop(seed, slots, smoothing):
+    torch.manual_seed(seed)
+    entropy, valid = torch.rand(3, slots) * 4, torch.rand(3, slots) < 0.7
+    weights = slot_weights(entropy.clone().requires_grad_(), valid, LossRule(dpace=smoothing))
+    assert not weights.requires_grad  # the gradient stops at the weights
+    for block in range(3):
+        s = [(1 - smoothing) * math.exp(-float(entropy[block, i])) + smoothing if valid[block, i] else 1.0 for i in range(slots)]
+        for j in range(slots):
+            expected = sum(math.prod(s[: m + 1]) for m in range(j, slots) if valid[block, m]) if valid[block, j] else 0.0
+            assert float(weights[block, j]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_kl_is_zero_only_for_the_teacher_itself():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 9)
+    for top in (0, 3):
+        assert float(distillation(logits, logits + 2.0, top).abs().max()) < 1e-6
+        assert bool((distillation(logits, torch.randn(4, 9), top) > 0).all())
+
+
+def test_some_words_hold_labels_and_frequent_ones():
+    torch.manual_seed(0)
+    words = Words(torch.randn(200, 8), torch.randn(200))
+    labels, frequent = torch.tensor([[190, 3], [3, 77]]), torch.randperm(200)
+    some = some_words(words, labels, frequent, 40, torch.Generator().manual_seed(0))
+    assert {190, 3, 77, *frequent[:35].tolist()} <= set(some.ids.tolist())
+    assert some.ids.tolist() == sorted(set(some.ids.tolist()))
+    torch.testing.assert_close(some.weight, words.weight[some.ids])
+    torch.testing.assert_close(some.ids[some.index(labels)], labels)
+    drawn = some.offset > 0
+    assert int(drawn.sum()) == 5
+    rest = 200 - (len(some.ids) - 5)
+    assert float(some.offset[drawn][0]) == pytest.approx(math.log(rest / 5))
+
+
+def test_all_words_as_some_words_change_nothing():
+    hidden, labels, valid, teacher, words = case()
+    some = some_words(words, labels, torch.arange(31), 31 * 2, torch.Generator().manual_seed(0))
+    everything = BlockLoss.apply(hidden, labels, valid, teacher, words, RULES["kl over the best"])
+    assert float(BlockLoss.apply(hidden, labels, valid, teacher, some, RULES["kl over the best"])[0]) == pytest.approx(
+        float(everything[0]), rel=1e-5
+    )
+
+
+def test_drawn_words_estimate_the_whole_loss():
+    """On average over draws the normaliser over some words is the one over all."""
+    torch.manual_seed(0)
+    words, hidden = Words(torch.randn(300, 8) * 0.3), torch.randn(1, 4, 8)
+    labels = torch.randint(300, (1, 4))
+    generator = torch.Generator().manual_seed(0)
+    estimates = []
+    for _ in range(3000):
+        some = some_words(words, labels, torch.arange(50), 80, generator)
+        estimates.append((some.logits(hidden) + some.offset).logsumexp(-1).exp())
+    whole = words.logits(hidden).logsumexp(-1).exp()
+    torch.testing.assert_close(torch.stack(estimates).mean(0), whole, rtol=0.03, atol=0)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 9), st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_metrics_equal_brute_force(seed, blocks, slots):
+    """T22: ranges, per-block prefixes, empty masks."""
+    torch.manual_seed(seed)
+    valid = torch.rand(blocks, slots) < 0.7
+    right = torch.rand(blocks, slots) < 0.6
+    sums = Sums.of(torch.tensor(1.5), torch.tensor(2.0), torch.ones(blocks, slots), right, valid)
+    figures = (sums + sums).figures()
+    emitted, counted = 0, 0
+    for b in range(blocks):
+        if not valid[b].any():
+            continue
+        counted += 1
+        emitted += 1
+        for k in range(slots):
+            if not (valid[b, k] and right[b, k]):
+                break
+            emitted += 1
+    assert figures["blocks"] == 2 * counted
+    assert figures["estimated_tau"] == (pytest.approx(emitted / counted) if counted else None)
+    assert figures["loss"] == pytest.approx(0.75)
+    for k in range(slots):
+        ours, total = figures["accuracy"][k], int(valid[:, k].sum())
+        assert (ours is None) == (total == 0)
+        assert ours is None or (0 <= ours <= 1 and ours == pytest.approx(int((valid & right)[:, k].sum()) / total))

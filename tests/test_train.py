@@ -1,0 +1,416 @@
+"""The trainer: it learns, a wrong one does not, and neither kill, split nor backend changes what is learnt."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdraft.cli.main import main
+from blockdraft.drafters import dflash
+from blockdraft.errors import BlockdraftError, UsageError
+from blockdraft.load import load_drafter, load_target
+from blockdraft.training import trainer as module
+from blockdraft.training.batches import Batch
+from blockdraft.training.blocks import Blocks
+from blockdraft.training.corpus import Corpus, identity
+from blockdraft.training.evaluate import as_drafter, decode_held_out
+from blockdraft.training.trainer import Trainer
+from tests import tiny
+from tests.training import RECIPE, make_corpus, recipe
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny target and a corpus of its answers."""
+    folder = tmp_path_factory.mktemp("train")
+    tiny.save_folder(folder / "target")
+    make_corpus(folder / "corpus", load_target(folder / "target", dtype="float32"))
+    return folder
+
+
+def make(place, out, **changes):
+    return Trainer(recipe(place / "target", place / "corpus", out, **changes))
+
+
+def steps(trainer, count):
+    """``count`` steps; their losses per weight."""
+    losses = []
+    for _ in range(count):
+        losses.append(trainer._step()[0].figures()["loss"])
+        trainer.step += 1
+    return losses
+
+
+def weights(trainer):
+    return {name: tensor.detach().clone() for name, tensor in trainer.run.network.state_dict().items()}
+
+
+def real_tau(trainer):
+    """Acceptance length of real decoding on prompts of the training documents."""
+    drafter = as_drafter(trainer.run.network, weights(trainer), trainer.target)
+    return decode_held_out(trainer.target, drafter, trainer.run.documents.train[:8], 25).tau
+
+
+# ---- it learns, and a wrong trainer fails the same test
+
+
+def shifted_labels(monkeypatch):
+    right = Batch.labels
+
+    def labels(self, block_size):
+        moved = Batch(self.ids.roll(-1, 1), self.positions, self.documents, self.anchors, self.real, self.members)
+        return right(moved, block_size)
+
+    monkeypatch.setattr(Batch, "labels", labels)
+
+
+def shifted_features(monkeypatch):
+    right = module.Features.rows
+
+    def rows(self, batch):
+        features, last = right(self, batch)
+        return features.roll(1, 1), last
+
+    monkeypatch.setattr(module.Features, "rows", rows)
+
+
+def causal_mask(monkeypatch):
+    right = Blocks._masks
+
+    def masks(self, visibility, dtype):
+        seen = visibility.seen
+        visibility.seen = lambda causal, window: seen(True, window)
+        return right(self, visibility, dtype)
+
+    monkeypatch.setattr(Blocks, "_masks", masks)
+
+
+def leaking_mask(monkeypatch):
+    right = Blocks._masks
+
+    def masks(self, visibility, dtype):
+        visibility.anchors = visibility.anchors + 4  # context up to four tokens behind the anchor is seen
+        return right(self, visibility, dtype)
+
+    monkeypatch.setattr(Blocks, "_masks", masks)
+
+
+FAULTS = {
+    "labels shifted by one": shifted_labels,
+    "features shifted by one": shifted_features,
+    "causal mask": causal_mask,
+    "mask that shows the future": leaking_mask,
+}
+
+
+def test_a_tiny_target_is_overfitted(place, tmp_path):
+    """T21: the real acceptance length, not the estimate, comes above 0.95 B on what was trained on."""
+    trainer = make(place, tmp_path / "run", max_steps=300, learning_rate=1e-2)
+    losses = steps(trainer, 300)
+    assert losses[-1] < 0.1 * losses[0]
+    assert real_tau(trainer) > 0.95 * RECIPE.get("block_size", 8)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_wrong_trainer_fails_that_test(fault, place, tmp_path, monkeypatch):
+    fault(monkeypatch)
+    trainer = make(place, tmp_path / "run", max_steps=300, learning_rate=1e-2)
+    steps(trainer, 300)
+    assert real_tau(trainer) < 0.95 * 8
+
+
+# ---- nothing changes what is learnt
+
+
+def test_a_killed_run_goes_on_to_the_bit(place, tmp_path):
+    """T20: N steps = some + kill -9 + the rest: losses and weights equal to the bit, order and noise included."""
+    changes = {"max_steps": 40, "checkpoint_every": 10, "log_every": 5, "feature_noise": 0.1, "dropout": 0.1, "evaluate_every": 20}
+    command = [sys.executable, "-m", "blockdraft", "train", "config.yaml"]
+    for name in ("whole", "killed"):
+        config = recipe(place / "target", place / "corpus", tmp_path / name, **changes)
+        (tmp_path / f"{name}.yaml").write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in vars(config).items()))
+    subprocess.run([*command[:-1], tmp_path / "whole.yaml"], check=True, capture_output=True)
+    killed = subprocess.Popen([*command[:-1], tmp_path / "killed.yaml"], stderr=subprocess.PIPE)
+    deadline = time.time() + 120
+    while not list((tmp_path / "killed").glob("checkpoints/step-*10/state.json")) and time.time() < deadline:
+        time.sleep(0.002)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "killed" / "drafter").exists()
+    subprocess.run([*command[:-1], tmp_path / "killed.yaml"], check=True, capture_output=True)
+
+    def learnt(name):
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        entries = [{k: v for k, v in json.loads(line).items() if k != "blocks_per_second"} for line in lines]
+        return entries, load_file(tmp_path / name / "checkpoints" / "step-00000040" / "model.safetensors")
+
+    (entries, tensors), (entries_again, tensors_again) = learnt("whole"), learnt("killed")
+    assert [entry["step"] for entry in entries] == [5, 10, 15, 20, 20, 25, 30, 35, 40, 40]
+    assert entries == entries_again
+    assert all(torch.equal(tensors[name], tensors_again[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("changes", [{"micro_rows": 1}, {"micro_rows": 3}, {"features": "memory"}, {"features": "disk"}], ids=str)
+def test_splits_and_kept_features_change_nothing(changes, place, tmp_path):
+    """A batch in pieces, or features kept since the first epoch: the same losses to 1e-6 of their size."""
+    common = {"max_steps": 12, "kl_weight": 0.5, "feature_noise": 0.0}
+    one, other = make(place, tmp_path / "a", **common), make(place, tmp_path / "b", **common, **changes)
+    torch.testing.assert_close(steps(one, 12), steps(other, 12), rtol=1e-6, atol=1e-6)
+    if changes.get("features") == "disk":
+        other.features._compute = None  # a third reading computes nothing
+        assert len(other.features.of(range(len(other.run.documents.train)))) == len(other.run.documents.train)
+
+
+@pytest.mark.parametrize("sharding", [{}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}], ids=["ddp", "fsdp2"])
+def test_two_processes_equal_one(sharding, place, tmp_path):
+    """The loss is normalised over the global batch, and metrics are reduced once."""
+    changes = {"max_steps": 8, "log_every": 1, "learning_rate": 1e-3, "optimizer": "adamw", "evaluate_every": 8}
+    one = make(place, tmp_path / "one", **changes)
+    one.train()
+    config = recipe(place / "target", place / "corpus", tmp_path / "two", **changes)
+    arguments = [f"{key}={json.dumps(value)}" for key, value in vars(config).items()]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
+    launch += ["--master_port", str(free_port())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **sharding}
+    done = subprocess.run([*launch, "-m", "blockdraft.training", *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    def losses(name):
+        entries = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert {e["processes"] for e in entries if "loss" in e} == {1 if name == "one" else 2}
+        return [(e["step"], e["loss"], e["blocks"], *e["accuracy"], e["gradient_norm"]) for e in entries if "loss" in e]
+
+    assert len(losses("two")) == 8
+    torch.testing.assert_close(losses("one"), losses("two"), rtol=1e-5, atol=1e-5)
+    ours, theirs = (load_file(tmp_path / name / "checkpoints" / "step-00000008" / "model.safetensors") for name in ("one", "two"))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_optimisers_resume_in_process(optimizer, place, tmp_path):
+    changes = {"max_steps": 8, "optimizer": optimizer, "checkpoint_every": 4}
+    whole = make(place, tmp_path / "whole", **changes)
+    whole.train()
+    half = make(place, tmp_path / "half", **changes)
+    half._enter()
+    steps(half, 4)
+    half._save()
+    again = make(place, tmp_path / "half", **changes)
+    again.train()
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(again)[name]), name
+
+
+def test_backends_agree(place, tmp_path, monkeypatch):
+    """T3: a plain softmax over the same mask = SDPA = FlexAttention, forward and gradients, packed and windowed."""
+    from torch.nn.attention import flex_attention as flex
+
+    monkeypatch.setattr(flex, "_validate_device", lambda *args: None)  # its own reference path has gradients on a CPU too
+    for window in (None, 6):
+        found = {}
+        trainer = make(place, tmp_path / str(window), window=window)
+        batch = trainer.run.batches.batch(trainer.run.batches.step(0), 0)
+        for name in ("sdpa", "flex", "eager"):
+            blocks = Blocks(trainer.run.network, flex=name == "flex")
+            with monkeypatch.context() as patched:
+                if name == "eager":
+                    patched.setattr(dflash, "attend", by_hand)
+                loss, _ = trainer.loss(blocks, batch, trainer.features, 0)
+                found[name] = (loss.detach(), *torch.autograd.grad(loss, list(blocks.parameters())))
+        for name in ("flex", "eager"):
+            for ours, theirs in zip(found[name], found["sdpa"], strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-5)
+
+
+def by_hand(query, keys, values, mask, scale):
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+    return ((query @ keys.transpose(-1, -2) * scale + mask).softmax(-1) @ values).transpose(1, 2)
+
+
+# ---- what comes out
+
+
+def test_the_result_is_a_drafter_that_others_load(place, tmp_path, capsys):
+    config = recipe(place / "target", place / "corpus", tmp_path / "run", max_steps=20, evaluate_every=10)
+    arguments = [f"{key}={json.dumps(value)}" for key, value in vars(config).items()]
+    assert main(["train", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert "drafter" in printed.out
+    assert "in real decoding" in printed.err
+    folder = tmp_path / "run" / "drafter"
+    target = load_target(place / "target", dtype="float32")
+    drafter = load_drafter(folder, target)
+    assert drafter.config.taps == (0, 1, 3)
+    assert drafter.config.mask_token_id == 5
+    card = (folder / "README.md").read_text()
+    for word in ("acceptance length", "first slot", "answer tokens", "licence", "learning_rate: 0.003"):
+        assert word in card
+    from dflash.model import DFlashDraftModel
+
+    theirs = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
+    for name, tensor in drafter.network.state_dict().items():
+        if name in theirs.state_dict():
+            torch.testing.assert_close(theirs.state_dict()[name].float(), tensor.float())
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries if "real_tau" in entry] == [10, 20]
+    assert all(0 <= share <= 1 for entry in entries if "accuracy" in entry for share in entry["accuracy"])
+    assert main(["plot", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_warm_start_goes_on_from_a_drafter(place, tmp_path):
+    first = make(place, tmp_path / "first", max_steps=30, learning_rate=1e-2)
+    folder = first.train()
+    second = make(place, tmp_path / "second", init=str(folder), max_steps=5, mask_token_id=None, taps=[])
+    for name, tensor in weights(second).items():
+        torch.testing.assert_close(tensor, load_file(folder / "model.safetensors")[name].float())
+    assert steps(second, 1)[0] < 0.9 * steps(make(place, tmp_path / "third"), 1)[0]
+    with pytest.raises(UsageError, match="layers is 3, but the drafter in .* has 2"):
+        make(place, tmp_path / "fourth", init=str(folder), layers=3)
+
+
+def test_layers_of_the_target_are_a_start(place, tmp_path):
+    trainer = make(place, tmp_path / "run", init="target")
+    ours = trainer.run.network.layers[1].mlp.gate_proj.weight
+    torch.testing.assert_close(ours.detach(), trainer.target.layers[-1].mlp.gate_proj.weight)
+    with pytest.raises(UsageError, match=r"init is target, but its layers have \[48, 32\] for mlp.gate_proj.weight \[40, 32\]"):
+        make(place, tmp_path / "other", init="target", intermediate_size=40)
+
+
+def test_early_stopping_and_kept_checkpoints(place, tmp_path):
+    trainer = make(
+        place, tmp_path / "run", max_steps=40, learning_rate=0.0, evaluate_every=5, checkpoint_every=5, patience=2, keep=1
+    )
+    trainer.train()
+    assert trainer.step == 15  # nothing is learnt at rate 0: the first evaluation stays the best, two more are waited for
+    assert trainer.best[0] == 5
+    assert trainer.checkpoints.steps() == [5, 15]
+
+
+# ---- bad input, in one sentence, before anything is written
+
+
+BAD = {
+    "unknown key": (["learningrate=3"], "unknown config key 'learningrate'; did you mean learning_rate?"),
+    "type": (["layers=two"], "layers is 'two'; it must be a whole number"),
+    "range": (["dropout=1.5"], "dropout is 1.5; it must be at least 0 and at most 0.9"),
+    "choice": (["optimizer=sgd"], "optimizer is 'sgd'; use adamw, muon"),
+    "no loss": (["ce_weight=0"], "there is no loss"),
+    "two rules": (["gamma=4", "dpace=0.5"], "leave one of them out"),
+    "mask is end": (["mask_token_id=2"], "mask_token_id is 2, a pad, end or other special token"),
+    "mask outside": (["mask_token_id=9999"], "mask_token_id is 9999; the target's embedding has rows 0 to"),
+    "block": (["block_size=99"], "block_size is 99, but the longest answer of the corpus has 24 tokens"),
+    "taps": (["taps=[0,4]"], "layers 0 to 3 that can be tapped"),
+    "held out": (["held_out=20"], "held_out is 20, but the corpus has only 20 conversations"),
+    "no corpus": (["corpus=[]"], "no corpus"),
+    "not a corpus": (["corpus=nowhere"], "nowhere is not a corpus"),
+    "flex on a cpu": (["attention=flex"], "attention is flex, which has no gradients on a CPU"),
+    "no drafter": (["init=nowhere"], "init is 'nowhere'; it must be scratch, target, or a drafter folder"),
+    "heads": (["heads=4", "kv_heads=3"], "must be a multiple"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), BAD.values(), ids=BAD.keys())
+def test_bad_input(overrides, sentence, place, tmp_path, capsys):
+    config = recipe(place / "target", place / "corpus", tmp_path / "run")
+    arguments = [f"{key}={json.dumps(value)}" for key, value in vars(config).items()]
+    assert main(["train", *arguments, *overrides]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_corpus_of_another_target_is_refused(place, tmp_path):
+    """Name, weights, tokenizer, template: what differs is named."""
+    tiny.save_folder(tmp_path / "target", seed=1)
+    make_corpus(tmp_path / "corpus", load_target(tmp_path / "target", dtype="float32"), 6)
+    with pytest.raises(UsageError, match="is not of target .*: target, weights_sha256 differ"):
+        Trainer(recipe(place / "target", tmp_path / "corpus", tmp_path / "run"))
+    target = load_target(place / "target", dtype="float32")
+    target.tokenizer.chat_template += " "
+    Corpus(tmp_path / "templated", identity(target))
+    with pytest.raises(UsageError, match="template_sha256 differs"):
+        Trainer(recipe(place / "target", tmp_path / "templated", tmp_path / "run"))
+
+
+def test_a_damaged_shard_is_refused(place, tmp_path):
+    make_corpus(tmp_path / "corpus", load_target(place / "target", dtype="float32"), 6)
+    shard = tmp_path / "corpus" / "answers-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with pytest.raises(UsageError, match=r"answers-00000.safetensors is damaged"):
+        Trainer(recipe(place / "target", tmp_path / "corpus", tmp_path / "run"))
+
+
+def test_a_run_folder_of_another_recipe_or_corpus_is_refused(place, tmp_path):
+    make(place, tmp_path / "run", max_steps=2).train()
+    with pytest.raises(UsageError, match=r"holds a run with learning_rate 0.003 instead of 0.001"):
+        make(place, tmp_path / "run", max_steps=2, learning_rate=1e-3).train()
+    make(place, tmp_path / "run", max_steps=2, log_every=1).train()  # what is only shown may change
+    make_corpus(tmp_path / "corpus", load_target(place / "target", dtype="float32"), 8)
+    manifest = tmp_path / "run" / "config.yaml"
+    manifest.write_text(manifest.read_text().replace(str(place / "corpus"), str(tmp_path / "corpus")))
+    with pytest.raises(UsageError, match="the corpus has changed since"):
+        Trainer(recipe(place / "target", tmp_path / "corpus", tmp_path / "run", max_steps=2)).train()
+
+
+def test_numbers_that_are_not_finite_stop_the_run(place, tmp_path, monkeypatch):
+    trainer = make(place, tmp_path / "run", max_steps=6, checkpoint_every=2)
+    right = trainer.loss
+
+    def loss(*args):
+        total, sums = right(*args)
+        return total * (float("nan") if trainer.step == 3 else 1.0), sums
+
+    monkeypatch.setattr(trainer, "loss", loss)
+    with pytest.raises(
+        BlockdraftError, match=r"step 3: the loss or its gradient is not .* conversations k\d.*checkpoint is step 2"
+    ):
+        trainer.train()
+    assert trainer.checkpoints.steps() == [2]
+
+
+def test_a_full_disk_is_refused_before_the_first_step(place, tmp_path, monkeypatch):
+    from collections import namedtuple
+
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(10, 9, 1))
+    with pytest.raises(UsageError, match="checkpoints take .* GB free; use another out"):
+        make(place, tmp_path / "run", max_steps=2).train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_kept_features_of_something_else_are_refused(place, tmp_path):
+    make(place, tmp_path / "run", features="disk")
+    with pytest.raises(UsageError, match=r"holds features of another taps \(\[0, 1, 3\]\); delete the folder"):
+        make(place, tmp_path / "run", features="disk", taps=[0, 2, 3])
+
+
+def test_a_plan_writes_nothing(place, tmp_path, capsys):
+    config = recipe(place / "target", place / "corpus", tmp_path / "run", features="memory", dpace=0.5)
+    arguments = [f"{key}={json.dumps(value)}" for key, value in vars(config).items()]
+    assert main(["train", *arguments, "--plan"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("16 conversations, 384 answer tokens; 4 held out", "parameters", "blocks", "GFLOP", "memory", "D-PACE 0.5"):
+        assert word in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_names_every_key(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    printed = capsys.readouterr().out
+    for key in vars(recipe("t", "c", "o")):
+        assert f"  {key}: " in printed
