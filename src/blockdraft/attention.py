@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from blockdraft.cache import KVCache, Span
+from blockdraft.kernels import attend_rows
 
 NAME = "blockdraft"
 Mask = Tensor | BlockMask | None
@@ -72,8 +73,10 @@ def _mask(
     cache = _cache.get()
     span = cache.span
     assert span is not None
-    if span.lone and mask_function is causal_mask_function:
-        return None
+    if mask_function is causal_mask_function and span.count == 1 and span.visible is None:
+        if span.lone and len(span.starts) == 1:
+            return None
+        return torch.tensor(span.starts, dtype=torch.int32, device=cache.device) + 1
     return additive(visibility(span, mask_function, cache.device), cache.dtype)
 
 
@@ -96,7 +99,8 @@ def attend(
     Args:
         query: ``[rows, heads, count, head size]``, any float dtype.
         keys, values: ``[rows, kv heads, length, head size]``; their dtype is the one computed in.
-        mask: additive ``[rows or 1, 1, count, length]``, a BlockMask (FlexAttention; no soft cap, no sinks), or None.
+        mask: additive ``[rows or 1, 1, count, length]``; int32 ``[rows]``: of how many keys each row's one query sees; a
+            BlockMask (FlexAttention; no soft cap, no sinks); or None.
         scale: of the scores.
         softcap: ``s * tanh(scores / s)`` before the mask (Gemma 2).
         sinks: ``[heads]`` logits of a key that holds nothing (gpt-oss).
@@ -112,6 +116,13 @@ def attend(
         return out.transpose(1, 2).to(query.dtype)
     rows, heads, count, size = query.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
+    if mask is not None and mask.dim() == 1:
+        if softcap is None and sinks is None:
+            ragged = attend_rows(query.reshape(rows, kv_heads, -1, size).to(keys.dtype), keys, values, mask, scale)
+            if ragged is not None:
+                return ragged.view(rows, heads, 1, size).transpose(1, 2).to(query.dtype)
+        seen = torch.arange(length, device=keys.device) < mask[:, None]
+        mask = additive(seen[:, None, None], keys.dtype)
     group = heads // kv_heads
     folded = query.reshape(rows, kv_heads, group * count, size).to(keys.dtype)
     if mask is not None and group > 1:

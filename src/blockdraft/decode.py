@@ -5,7 +5,7 @@ stay the first ones of the caches.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,7 +90,37 @@ class Decoder:
         request.extend([token])
         round = Round([(request, [token])], [0], prefill=True)
         request.prefill_seconds = self._clock(round, began, self.active[:-1])
-        self._retire()
+        self.retire()
+        return round
+
+    def admit_all(self, requests: Sequence[Request]) -> Round:
+        """Run several prompts in one pass over as many free rows, and emit each one's first token."""
+        began = time.perf_counter()
+        round = Round(prefill=True)
+        requests = [request for request in requests if request.finish_reason is None]
+        if not requests:
+            return round
+        first, waiting = len(self.active), list(self.active)
+        for row in range(first, first + len(requests)):
+            self._truncate(row, 0)
+            self._held.pop(row, None)
+        logits, features = self.target.prefill_rows(self.cache, first, [request.prompt for request in requests], self.taps)
+        if self.drafter is not None:
+            counts = [len(request.prompt) for request in requests]
+            padded = [[*request.prompt, *[0] * (max(counts) - count)] for request, count in zip(requests, counts, strict=True)]
+            self.drafter.observe(first, torch.tensor(padded, device=self.target.device), features, counts)
+        for row, request in enumerate(requests):
+            request.block_size = self.block_size
+            self.active.append(request)
+            self._held[first + row] = request
+            token = request.sampler.choose(logits[row], request.prompt)
+            request.extend([token])
+            round.emitted.append((request, [token]))
+            round.accepted.append(0)
+        seconds = self._clock(round, began, waiting)
+        for request in requests:
+            request.prefill_seconds = seconds
+        self.retire()
         return round
 
     def round(self) -> Round:
@@ -98,7 +128,7 @@ class Decoder:
         began = time.perf_counter()
         round = self._plain_round() if self.drafter is None else self._draft_round(self.drafter)
         self._clock(round, began, self.active)
-        self._retire()
+        self.retire()
         return round
 
     def abandon(self) -> None:
@@ -203,7 +233,7 @@ class Decoder:
     def _anchors(self) -> Tensor:
         return torch.tensor([request.output[-1] for request in self.active], device=self.target.device)
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Drop finished requests; the last row takes the place of each."""
         for row in reversed(range(len(self.active))):
             if self.active[row].finish_reason is None:

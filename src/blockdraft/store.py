@@ -16,13 +16,18 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from blockdraft.errors import BlockdraftError
+from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.progress import Progress
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked there
+    fcntl = None  # type: ignore[assignment]
 
 IDENTITY_FILE = "blockdraft.json"
 
@@ -212,6 +217,23 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def lock(path: Path, taken: str) -> IO[str]:
+    """Hold a file for this process until the result is closed or the process ends, however it ends.
+
+    Raises:
+        UsageError: another process holds it; says ``taken``.
+    """
+    file = path.open("w")
+    if fcntl is None:
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise UsageError(taken) from None
+    return file
 
 
 def fsync(path: Path) -> None:

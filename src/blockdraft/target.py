@@ -141,6 +141,24 @@ class Target:
             cache.commit([range(chunk.shape[1])])
             yield logits[0, -1], features
 
+    def prefill_rows(
+        self, cache: KVCache, first: int, prompts: Sequence[Sequence[int]], taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run whole prompts in the empty rows ``first, first + 1, ...`` in one pass, and commit them.
+
+        Returns:
+            The logits ``[rows, vocabulary]`` after each prompt, and features ``[rows, longest, taps * hidden]``.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts], device=self.device)
+        span = cache.open(first, cache.positions_behind(first, *tokens.shape))
+        lasts = torch.tensor(sorted({length - 1 for length in lengths}), device=self.device)
+        logits, features = self._forward(cache, tokens, span.positions, taps, keep=lasts)
+        cache.commit([range(length) for length in lengths])
+        wanted = torch.tensor([length - 1 for length in lengths], device=self.device)
+        column = torch.searchsorted(lasts, wanted) if logits.shape[1] == len(lasts) else wanted
+        return logits[torch.arange(len(prompts), device=self.device), column], features
+
     def step(self, cache: KVCache, tokens: Tensor) -> Tensor:
         """Run one token per row, ``[rows]`` int64, and commit it. Returns logits ``[rows, vocabulary]``."""
         rows = tokens.shape[0]
@@ -203,11 +221,11 @@ class Target:
     # ---- one forward pass
 
     def _forward(
-        self, cache: KVCache, tokens: Tensor, positions: Tensor, taps: Sequence[int] = (), keep: int = 0
+        self, cache: KVCache, tokens: Tensor, positions: Tensor, taps: Sequence[int] = (), keep: int | Tensor = 0
     ) -> tuple[Tensor, Tensor | None]:
         self.forwards += 1
         arguments: dict[str, object] = {self._cache_argument: cache, "use_cache": True}
-        if keep and self._keeps_logits:
+        if self._keeps_logits and not (isinstance(keep, int) and keep == 0):
             arguments["logits_to_keep"] = keep
         with torch.inference_mode(), attending_over(cache, self.model.config), self._tapped(taps) as outputs:
             logits = self.model(input_ids=tokens, position_ids=positions, **arguments).logits

@@ -1,5 +1,6 @@
 """The batched generator: asks the target, keeps what it says. Every slot is refilled as soon as its answer ends."""
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,10 +12,13 @@ from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
 from blockdraft.training.corpus import Corpus, Row, written_key
-from blockdraft.training.synthesis import loop_share, normalised, opening_of, user_header
+from blockdraft.training.synthesis import loop_share, loops, normalised, opening_of, user_header
 
 MESSAGE_TOKENS = (4, 160)  # a self-written message of fewer or more tokens is no usual request
-LOOP_LIMIT = 0.5  # an answer that repeats more than this share of its 8-grams is dropped
+PROMPTS_OF_A_PASS = 8  # one pass over several prompts costs less than one each; waiting for as many free slots costs little
+LOOP_LIMIT = 0.25  # a message that repeats more than this share of its 8-grams is dropped
+LOOP_CHECK = 16  # tokens between looks for a loop
+WINDOW = 256  # questions that are put in order of length, so that prompts of one pass are of like length
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,15 @@ class Tally:
 
     Attributes:
         answers, tokens: kept.
-        dropped: what was not, by reason.
+        looped: cut where they had begun to loop.
+        dropped: what was not kept, by reason.
         slot_steps, answer_steps: slots of all passes, and those that gave a token.
         began: the clock at the start of the run.
     """
 
     answers: int = 0
     tokens: int = 0
+    looped: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     slot_steps: int = 0
     answer_steps: int = 0
@@ -49,7 +55,8 @@ class Tally:
         seconds = time.perf_counter() - self.began
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "nothing"
         busy = f"{100 * self.answer_steps / self.slot_steps:.0f} % of slot-steps gave a token; " if self.slot_steps else ""
-        return f"{self.answers} answers, {self.tokens} tokens, {self.tokens / seconds:.0f} tokens/s; {busy}dropped: {dropped}"
+        kept = f"{self.answers} answers ({self.looped} cut at a loop), {self.tokens} tokens, {self.tokens / seconds:.0f} tokens/s"
+        return f"{kept}; {busy}dropped: {dropped}"
 
 
 def in_slots(
@@ -58,20 +65,26 @@ def in_slots(
     """Run requests over ``slots`` rows; each is handed to its callback when it ends. Yields after every pass."""
     decoder = Decoder(target, None, slots, capacity)
     callbacks: dict[int, Callable[[Request], None]] = {}
-    waiting: tuple[Request, Callable[[Request], None]] | None = next(jobs, None)
-    while waiting is not None or decoder.active:
-        if waiting is not None and len(decoder.active) < slots:
-            request, callback = waiting
-            callbacks[id(request)] = callback
-            moved = decoder.admit(request)
-            waiting = next(jobs, None)
+    together = max(1, min(PROMPTS_OF_A_PASS, slots // 8))
+    ended = False
+    while not ended or decoder.active:
+        free = slots - len(decoder.active)
+        if not ended and (free >= together or not decoder.active):
+            admitted = list(itertools.islice(jobs, together))
+            ended = len(admitted) < together
+            callbacks |= {id(request): callback for request, callback in admitted}
+            moved = decoder.admit_all([request for request, _ in admitted])
         else:
             tally.slot_steps += slots
             moved = decoder.round()
             tally.answer_steps += len(moved.emitted)
         for request, _ in moved.emitted:
+            if request.finish_reason is None and len(request.output) % LOOP_CHECK == 0 and loops(request.output):
+                request.interrupt()
+                tally.looped += 1
             if request.finish_reason is not None:
                 callbacks.pop(id(request))(request)
+        decoder.retire()
         yield
 
 
@@ -88,9 +101,6 @@ def answer(
 
     def keep(question: Question) -> Callable[[Request], None]:
         def store(request: Request) -> None:
-            if loop_share(request.output) > LOOP_LIMIT:
-                tally.dropped["answers that loop"] += 1
-                return
             corpus.add(Row(question.key, question.source, question.prompt, request.output, request.finish_reason == "stop"))
             tally.answers += 1
             tally.tokens += len(request.output)
@@ -98,13 +108,15 @@ def answer(
         return store
 
     def jobs() -> Iterator[tuple[Request, Callable[[Request], None]]]:
-        for number, question in enumerate(questions):
-            if question.key in corpus.keys:
-                continue
-            if len(question.prompt) >= context - 8:
-                tally.dropped["prompts too long"] += 1
-                continue
-            yield Request(question.prompt, params, target, number, context, detokenize=False), keep(question)
+        numbered = enumerate(questions)
+        while window := sorted(itertools.islice(numbered, WINDOW), key=lambda entry: len(entry[1].prompt)):
+            for number, question in window:
+                if question.key in corpus.keys:
+                    continue
+                if len(question.prompt) >= context - 8:
+                    tally.dropped["prompts too long"] += 1
+                    continue
+                yield Request(question.prompt, params, target, number, context, detokenize=False), keep(question)
 
     yield from in_slots(target, jobs(), slots, context + 1, tally)
 
@@ -158,6 +170,6 @@ def message_fault(ids: list[int], text: str, ended: bool, known: set[str]) -> st
         return "messages without an end"
     if len(ids) < MESSAGE_TOKENS[0] or not text:
         return "messages too short"
-    if loop_share(ids) > LOOP_LIMIT / 2:
+    if loop_share(ids) > LOOP_LIMIT:
         return "messages that loop"
     return "messages written before" if text in known else None

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.errors import UsageError
 from blockdraft.load import digest_of
-from blockdraft.store import write_whole
+from blockdraft.store import lock, write_whole
 from blockdraft.target import Target
 
 SHARD_ROWS = 1024
@@ -76,8 +76,8 @@ class Corpus:
         identity: of the target; None: only read.
 
     Raises:
-        UsageError: the folder holds the answers of another target, template or sampling (names what differs), is no corpus, or
-            holds a damaged shard.
+        UsageError: the folder holds the answers of another target, template or sampling (names what differs), is no corpus,
+            holds a damaged shard, or is being written by another process.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any] | None = None):
@@ -91,6 +91,8 @@ class Corpus:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             self.identity = identity
+        if identity is not None:
+            self._lock = lock(folder / ".lock", f"another run is writing to {folder}; wait for it, or take another folder")
         self.counts: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.keys: set[str] = set()

@@ -81,3 +81,12 @@ def loop_share(ids: list[int], width: int = 8) -> float:
     grams = Counter(tuple(ids[i : i + width]) for i in range(len(ids) - width + 1))
     total = sum(grams.values())
     return 1 - len(grams) / total if total else 0.0
+
+
+def loops(ids: list[int], longest: int = 96, least: int = 48) -> bool:
+    """Whether a text ends in a loop: its last tokens, at least ``least`` and two periods, repeat those one period earlier."""
+    for period in range(1, min(longest, len(ids) // 3) + 1):
+        length = max(least, 2 * period)
+        if ids[-1] == ids[-1 - period] and length + period <= len(ids) and ids[-length:] == ids[-length - period : -period]:
+            return True
+    return False

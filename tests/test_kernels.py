@@ -1,0 +1,78 @@
+"""The C kernel: equal to a plain softmax, refused where it does not apply, and not needed."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockdraft import kernels
+from blockdraft.attention import attend
+from blockdraft.decode import Decoder
+from blockdraft.request import Request
+from blockdraft.sampling import SamplingParams
+from tests import tiny
+
+
+def plain(query, keys, values, lengths, scale):
+    scores = query @ keys.transpose(-1, -2) * scale
+    seen = torch.arange(keys.shape[2]) < lengths[:, None, None, None]
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.sampled_from([1, 5, 16, 64, 80, 128, 256]), st.integers(0, 2**31)
+)
+@settings(max_examples=40, deadline=None)
+def test_kernel_equals_a_plain_softmax(rows, heads, group, size, seed):
+    """Whatever the shapes and lengths, also on a view of larger buffers, with scores far apart."""
+    torch.manual_seed(seed)
+    keys, values = (torch.randn(rows + 1, heads, 150, size)[:rows, :, :140] for _ in range(2))
+    query = torch.randn(rows, heads, group, size) * 4
+    lengths = torch.randint(1, 141, (rows,), dtype=torch.int32)
+    found = kernels.attend_rows(query, keys, values, lengths, size**-0.5)
+    if found is None:
+        pytest.skip("no C compiler")
+    torch.testing.assert_close(
+        found, plain(query.double(), keys.double(), values.double(), lengths, size**-0.5).float(), rtol=1e-4, atol=2e-5
+    )
+
+
+def test_extreme_scores_are_no_nan():
+    keys, query = torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 1, 8)
+    keys[0, 0, 2] = 1e4
+    keys[0, 0, 3] = -1e4
+    values = torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous()
+    found = attend(query, keys, values, torch.tensor([4], dtype=torch.int32), 1.0)
+    assert found.flatten().tolist() == [2.0] * 8
+
+
+def test_other_shapes_are_left_to_sdpa(monkeypatch):
+    keys, lengths = torch.randn(2, 2, 9, 16), torch.tensor([3, 9], dtype=torch.int32)
+    query = torch.randn(2, 4, 1, 16)
+    assert kernels.attend_rows(torch.randn(2, 2, 40, 16), keys, keys, lengths, 1.0) is None  # too many queries
+    assert (
+        kernels.attend_rows(query.view(2, 2, 2, 16), keys, keys.transpose(1, 2).contiguous().transpose(1, 2), lengths, 1.0) is None
+    )
+    ours = attend(query, keys, keys, lengths, 1.0)
+    monkeypatch.setattr(kernels, "_library", lambda: None)
+    torch.testing.assert_close(attend(query, keys, keys, lengths, 1.0), ours, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen2-sliding", "granite"])
+def test_prompts_in_one_pass_equal_prompts_alone(family):
+    """Ragged prompts together, then ragged steps: every row says what it says alone; windows, soft caps and sinks included."""
+    target = tiny.target(family)
+    prompts = [tiny.prompt(length, length) for length in (3, 11, 1, 7)]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    together, alone = ([Request(prompt, params, target) for prompt in prompts] for _ in range(2))
+    decoder = Decoder(target, None, 4, 40)
+    decoder.admit(together[0])
+    decoder.admit_all(together[1:])
+    while decoder.active:
+        decoder.round()
+    for request in alone:
+        single = Decoder(target, None, 1, 40)
+        single.admit(request)
+        while single.active:
+            single.round()
+    assert [r.output for r in together] == [r.output for r in alone]
