@@ -216,7 +216,7 @@ def test_optimisers_resume_in_process(optimizer, place, tmp_path):
 
 
 def test_backends_agree(place, tmp_path, monkeypatch):
-    """T3: a plain softmax over the same mask = SDPA = FlexAttention, forward and gradients, packed and windowed."""
+    """T3: a plain softmax = SDPA = FlexAttention = blocks apart, forward and gradients, packed and windowed."""
     from torch.nn.attention import flex_attention as flex
 
     monkeypatch.setattr(flex, "_validate_device", lambda *args: None)  # its own reference path has gradients on a CPU too
@@ -224,14 +224,14 @@ def test_backends_agree(place, tmp_path, monkeypatch):
         found = {}
         trainer = make(place, tmp_path / str(window), window=window)
         batch = trainer.run.batches.batch(trainer.run.batches.step(0), 0)
-        for name in ("sdpa", "flex", "eager"):
-            blocks = Blocks(trainer.run.network, flex=name == "flex")
+        for name in ("sdpa", "flex", "blocked", "eager"):
+            blocks = Blocks(trainer.run.network, "sdpa" if name == "eager" else name)
             with monkeypatch.context() as patched:
                 if name == "eager":
                     patched.setattr(dflash, "attend", by_hand)
                 loss, _ = trainer.loss(blocks, batch, trainer.features, 0)
                 found[name] = (loss.detach(), *torch.autograd.grad(loss, list(blocks.parameters())))
-        for name in ("flex", "eager"):
+        for name in ("flex", "blocked", "eager"):
             for ours, theirs in zip(found[name], found["sdpa"], strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-5)
 

@@ -8,6 +8,7 @@ rules hold for ragged rows and for draft trees, where a slot in the buffer is no
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -22,7 +23,22 @@ from blockdraft.cache import KVCache, Span
 from blockdraft.kernels import attend_rows
 
 NAME = "blockdraft"
-Mask = Tensor | BlockMask | None
+
+
+@dataclass(frozen=True)
+class BlockedMask:
+    """Who sees whom where queries come in blocks that see a common context and nobody else's block.
+
+    Attributes:
+        context: additive ``[rows, 1, blocks * slots, context]``.
+        own: additive ``[rows, 1, blocks, slots, slots]``, inside each block.
+    """
+
+    context: Tensor
+    own: Tensor
+
+
+Mask = Tensor | BlockMask | BlockedMask | None
 _cache: ContextVar[KVCache] = ContextVar("blockdraft_cache")
 
 
@@ -100,7 +116,7 @@ def attend(
         query: ``[rows, heads, count, head size]``, any float dtype.
         keys, values: ``[rows, kv heads, length, head size]``; their dtype is the one computed in.
         mask: additive ``[rows or 1, 1, count, length]``; int32 ``[rows]``: of how many keys each row's one query sees; a
-            BlockMask (FlexAttention; no soft cap, no sinks); or None.
+            BlockMask (FlexAttention; no soft cap, no sinks); a BlockedMask (neither); or None.
         scale: of the scores.
         softcap: ``s * tanh(scores / s)`` before the mask (Gemma 2).
         sinks: ``[heads]`` logits of a key that holds nothing (gpt-oss).
@@ -108,6 +124,9 @@ def attend(
     Returns:
         ``[rows, count, heads, head size]`` in the query's dtype.
     """
+    if isinstance(mask, BlockedMask):
+        assert softcap is None and sinks is None
+        return _attend_blocked(query.to(keys.dtype), keys, values, mask, scale).to(query.dtype)
     if isinstance(mask, BlockMask):
         assert softcap is None and sinks is None
         flex = _compiled_flex() if query.is_cuda else cast(Callable[..., Tensor], flex_attention)
@@ -140,6 +159,28 @@ def attend(
             scores = torch.cat([scores, sink.reshape(rows, kv_heads, group * count, 1)], dim=-1)
         out = torch.softmax(scores.float(), dim=-1).to(values.dtype)[..., :length] @ values
     return out.view(rows, heads, count, -1).transpose(1, 2).to(query.dtype)
+
+
+def _attend_blocked(query: Tensor, keys: Tensor, values: Tensor, mask: BlockedMask, scale: float) -> Tensor:
+    """The context's scores as one product, each block's own ones as small products, one softmax over both.
+
+    A dense mask would let every block meet the keys of all blocks: half of the work, thrown away.
+    """
+    rows, heads, count, size = query.shape
+    kv_heads, context = keys.shape[1], mask.context.shape[-1]
+    group, blocks, slots = heads // kv_heads, mask.own.shape[2], mask.own.shape[3]
+    query = query.reshape(rows, kv_heads, group * count, size) * scale
+    inner = query.view(rows, kv_heads, group, blocks, slots, size)
+    own_keys, own_values = (x[:, :, None, context:].unflatten(3, (blocks, slots)) for x in (keys, values))
+    of_context = (query @ keys[:, :, :context].transpose(2, 3)).view(rows, kv_heads, group, count, context) + mask.context[
+        :, :, None
+    ]
+    of_own = (inner @ own_keys.transpose(4, 5) + mask.own[:, :, None]).view(rows, kv_heads, group, count, slots)
+    shares = torch.cat([of_context, of_own], dim=-1).softmax(dim=-1, dtype=torch.float32).to(values.dtype)
+    out = shares[..., :context].reshape(rows, kv_heads, group * count, context) @ values[:, :, :context]
+    own = shares[..., context:].view(rows, kv_heads, group, blocks, slots, slots) @ own_values
+    out = out.view(rows, heads, count, size) + own.view(rows, heads, count, size)
+    return out.transpose(1, 2)
 
 
 @cache

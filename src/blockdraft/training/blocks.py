@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.attention import Mask, additive
+from blockdraft.attention import BlockedMask, Mask, additive
 from blockdraft.drafters.dflash import DFlash
 from blockdraft.training.mask import Concatenation, Visibility
 
@@ -16,13 +16,13 @@ class Blocks(nn.Module):
 
     Args:
         network: the drafter.
-        flex: attend with FlexAttention and block masks; else SDPA and additive masks.
+        attention: "flex" (FlexAttention, for GPUs), "blocked" (context and own block apart, for CPUs), or "sdpa" (a dense mask).
         dropout: of the fused features, while training.
     """
 
-    def __init__(self, network: DFlash, flex: bool = False, dropout: float = 0.0):
+    def __init__(self, network: DFlash, attention: str = "blocked", dropout: float = 0.0):
         super().__init__()
-        self.network, self.flex, self.dropout = network, flex, dropout
+        self.network, self.attention, self.dropout = network, attention, dropout
 
     def forward(
         self, embeddings: Tensor, features: Tensor, anchors: Tensor, positions: Tensor, documents: Tensor, block_size: int
@@ -44,11 +44,22 @@ class Blocks(nn.Module):
 
     def _masks(self, visibility: Visibility, dtype: torch.dtype) -> list[Mask]:
         rules = list(zip(self.network.config.causal, self.network.config.windows, strict=True))
-        if self.flex:
-            made: dict[tuple[bool, int | None], Mask] = {rule: visibility.block_mask(*rule) for rule in set(rules)}
-        else:
-            made = {rule: additive(visibility.seen(*rule), dtype) for rule in set(rules)}
+        made = {rule: self._mask(visibility, rule, dtype) for rule in set(rules)}
         return [made[rule] for rule in rules]
+
+    def _mask(self, visibility: Visibility, rule: tuple[bool, int | None], dtype: torch.dtype) -> Mask:
+        if self.attention == "flex":
+            return visibility.block_mask(*rule)
+        seen = visibility.seen(*rule)
+        return additive(seen, dtype) if self.attention == "sdpa" else self._blocked(visibility, seen, dtype)
+
+    @staticmethod
+    def _blocked(visibility: Visibility, seen: Tensor, dtype: torch.dtype) -> BlockedMask:
+        """The same mask without the other blocks' keys, which nobody sees."""
+        context, block = visibility.context, visibility.block_size
+        own = seen[..., context:].unflatten(3, (-1, block)).unflatten(2, (-1, block))  # [rows, 1, blocks, slots, blocks, slots]
+        own = own.diagonal(dim1=2, dim2=4).movedim(-1, 2)
+        return BlockedMask(additive(seen[..., :context], dtype), additive(own, dtype))
 
 
 def block_embeddings(network: DFlash, embed: Callable[[Tensor], Tensor], ids: Tensor, anchors: Tensor, block_size: int) -> Tensor:

@@ -59,7 +59,7 @@ class TrainConfig:
     features: str = option(
         "online", "of the target: computed in every step, or once, in memory or on disk", ("online", "memory", "disk")
     )
-    attention: str = option("auto", "kernels of the drafter; auto: flex on CUDA, sdpa elsewhere", ("auto", "sdpa", "flex"))
+    attention: str = option("auto", "of the drafter; auto: flex on CUDA, blocked elsewhere", ("auto", "blocked", "sdpa", "flex"))
     compile: bool = option(False, "torch.compile the drafter's forward")
 
     # ---- loss

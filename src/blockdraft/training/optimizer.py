@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from blockdraft.errors import UsageError
 from blockdraft.training.config import TrainConfig
@@ -46,7 +47,9 @@ def make_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     plain = {"params": vectors, "weight_decay": 0.0}
     if config.optimizer == "adamw":
         decayed = {"params": matrices, "weight_decay": config.weight_decay}
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW([decayed, plain], lr=config.learning_rate, betas=betas)
+        # Fused: one pass over weights, gradients and moments; sharded weights have no such kernel on CPUs.
+        fused = not any(isinstance(p, DTensor) for p in matrices)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW([decayed, plain], lr=config.learning_rate, betas=betas, fused=fused)
     else:
         if not hasattr(torch.optim, "Muon"):
             raise UsageError(f"torch {torch.__version__} has no Muon; use optimizer=adamw, or torch 2.9 or later")

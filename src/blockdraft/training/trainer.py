@@ -76,10 +76,11 @@ class Trainer:
         self.run = prepare(config, str(self.accelerator.device))
         self.target, self.device = self.run.target, self.run.target.device
         self.precision = precision_of(config, self.device)
-        flex = config.attention == "flex" or (config.attention == "auto" and self.device.type == "cuda")
-        if flex and self.device.type == "cpu":
-            raise UsageError("attention is flex, which has no gradients on a CPU; use sdpa or auto")
-        blocks = Blocks(self.run.network.to(self.device), flex, config.dropout)
+        if config.attention == "flex" and self.device.type == "cpu":
+            raise UsageError("attention is flex, which has no gradients on a CPU; use blocked, sdpa or auto")
+        auto = "flex" if self.device.type == "cuda" else "blocked"
+        attention = auto if config.attention == "auto" else config.attention
+        blocks = Blocks(self.run.network.to(self.device), attention, config.dropout)
         if config.compile:
             blocks.network.compile()
         self.blocks, self.optimizer = self._spread(blocks)
