@@ -14,27 +14,27 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.cli.data import chosen, numbered
 from blockdraft.decode import Decoder
 from blockdraft.load import load_target
 from blockdraft.prompts import encode
 from blockdraft.sampling import SamplingParams
 from blockdraft.training.answering import Question, Tally, answer
 from blockdraft.training.corpus import Corpus, identity
+from blockdraft.training.questions import given_questions
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--prompts", required=True)
     parser.add_argument("--answers", type=int, default=256)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--dtype")
     args = parser.parse_args()
     target = load_target(args.target, args.dtype)
-    rows = chosen(numbered(args.prompts), None, 0)[: args.answers]
-    questions = (Question(key, source, encode(target, messages)) for key, source, messages in rows)
+    given = given_questions([args.prompts], None, 0)[: args.answers]
+    questions = (Question(q.key, q.source, encode(target, q.messages)) for q in given)
     spent = {"prompts": 0.0, "steps": 0.0}
     for name, method in (("prompts", Decoder.admit_all), ("steps", Decoder.round)):
         setattr(Decoder, method.__name__, clocked(method, spent, name))

@@ -1,6 +1,10 @@
 """Making a corpus: nothing finished is lost, nothing is asked twice, and the answers are the target's own."""
 
+import gzip
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -8,12 +12,16 @@ from blockdraft.cli.main import main
 from blockdraft.decode import decode
 from blockdraft.errors import UsageError
 from blockdraft.load import load_target
+from blockdraft.prompts import encode
 from blockdraft.request import Request
 from blockdraft.sampling import Sampler, SamplingParams
 from blockdraft.training import corpus as module
 from blockdraft.training.answering import Question, Tally, answer, message_fault, write_messages
 from blockdraft.training.corpus import Corpus, Row, identity, written_key
+from blockdraft.training.exchange import export_answers, read_answers
+from blockdraft.training.questions import given_questions
 from blockdraft.training.synthesis import OPENINGS, loop_share, loops, normalised, opening_of, user_header, written_texts
+from tests import tiny
 
 WHO = {"target": "t", "template_sha256": "1"}
 
@@ -273,3 +281,194 @@ def test_bad_input_is_one_sentence(extra, message, tmp_path, tiny_folder, capsys
     assert status == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+# ---- where questions and answers come from
+
+
+def test_given_questions_of_files_and_datasets(tmp_path):
+    rows = [
+        {"prompt": "Hi", "source": "a", "license": "MIT"},
+        {"turns": ["One", "Two"]},
+        {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]},
+        {"prompt": "Hi"},
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = {q.key: q for q in given_questions([str(tmp_path / "p.jsonl")], None, 0)}
+    assert len(found) == 3  # the same message twice is one question
+    assert {(q.source, q.licence) for q in found.values()} == {("p", "unknown")} or ("a", "MIT") in {
+        (q.source, q.licence) for q in found.values()
+    }
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    talk = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}, {"from": "human", "value": "And?"}]
+    (folder / "train.jsonl").write_text(json.dumps({"conversations": talk}) + "\n")
+    (question,) = given_questions([str(folder)], None, 0)
+    assert question.messages == [{"role": "user", "content": "Why?"}]
+    (folder / "train.jsonl").write_text(json.dumps({"instruction": "Sum", "input": "1 2"}) + "\n")
+    assert given_questions([str(folder)], None, 0)[0].messages[0]["content"] == "Sum\n\n1 2"
+    (folder / "train.jsonl").write_text(json.dumps({"body": "x"}) + "\n")
+    with pytest.raises(UsageError, match="has columns body; it needs prompt"):
+        given_questions([str(folder)], None, 0)
+    with pytest.raises(UsageError, match="neither a file nor a dataset"):
+        given_questions([str(tmp_path / "nothing-here")], None, 0)
+
+
+def test_per_source_limits_each_source(tmp_path):
+    rows = [{"prompt": f"{source} {i}", "source": source} for source in "ab" for i in range(9)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    kept = given_questions([str(tmp_path / "p.jsonl")], 4, 0)
+    assert sorted(q.source for q in kept) == ["a"] * 4 + ["b"] * 4
+    assert kept == given_questions([str(tmp_path / "p.jsonl")], 4, 0) != given_questions([str(tmp_path / "p.jsonl")], 4, 1)
+
+
+def ask(tmp_path, tiny_folder, *arguments):
+    return main(["data", str(tmp_path), "--target", str(tiny_folder), "--dtype", "float32", "--max-new-tokens", "12", *arguments])
+
+
+def test_answers_travel_in_one_compact_file(tmp_path, tiny_folder, capsys):
+    """Given prompts by their digest, self-written ones by their text: another corpus takes them in, row for row."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": text, "source": "s"}) for text in ("Hello there", "What now")))
+    file = tmp_path / "answers.jsonl.gz"
+    assert ask(tmp_path / "one", tiny_folder, "--prompts", str(prompts), "--export", str(file)) == 0
+    content = gzip.decompress(file.read_bytes()).decode()
+    assert "Hello" not in content
+    assert ask(tmp_path / "two", tiny_folder, "--prompts", str(prompts), "--answers", str(file), "--json") == 0
+    printed = capsys.readouterr()
+    assert "2 answers taken in, 0 to prompts" in printed.err
+    assert json.loads(printed.out.splitlines()[-1])["rows"] == {"s": 2}
+    assert list(Corpus(tmp_path / "one").rows()) == list(Corpus(tmp_path / "two").rows())
+    assert ask(tmp_path / "three", tiny_folder, "--answers", str(file)) == 0
+    assert "0 answers taken in, 2 to prompts that --prompts does not hold" in capsys.readouterr().err
+    another = tiny.save_folder(tmp_path / "another", seed=5)
+    assert ask(tmp_path / "four", another, "--answers", str(file)) == 2
+    assert "whose weights_sha256 is not that of" in capsys.readouterr().err
+    file.write_bytes(gzip.compress(b'{"prompt_ids": [5], "response_ids": [99999]}\n'))
+    assert ask(tmp_path / "five", tiny_folder, "--answers", str(file)) == 2
+    assert "line 1: no row of answers (ValueError: token ids outside of the vocabulary)" in capsys.readouterr().err
+
+
+def test_self_written_prompts_travel_as_text(tmp_path, speaking):
+    corpus = Corpus(tmp_path / "c", identity(speaking))
+    prompt = encode(speaking, "tell me about the sea")
+    odd = [*prompt[:-1], 9]
+    for key, ids in (("written/0/1", prompt), ("written/0/2", odd)):
+        corpus.add(Row(key, "code", ids, [7, 8, 9], False))
+    export_answers(corpus, speaking, tmp_path / "a.gz")
+    content = gzip.decompress((tmp_path / "a.gz").read_bytes()).decode()
+    assert "tell me about the sea" in content
+    assert list(read_answers(tmp_path / "a.gz", speaking, [])) == list(corpus.rows())
+
+
+def test_text_is_cut_into_rows(tmp_path, tiny_folder):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("some words to read " * 60)
+    (folder / "b.txt").write_text("short")
+    (folder / "c.bin").write_bytes(b"\xff\xfe\x00\x80")
+    assert ask(tmp_path / "c", tiny_folder, "--text", str(folder)) == 0
+    rows = list(Corpus(tmp_path / "c").rows())
+    assert {row.source for row in rows} == {"text"}
+    target = load_target(tiny_folder, dtype="float32")
+    text = target.tokenizer("some words to read " * 60, add_special_tokens=False)["input_ids"]
+    assert [token for row in rows for token in (*row.prompt, *row.answer)] == text[
+        : sum(len(r.prompt) + len(r.answer) for r in rows)
+    ]
+    assert len(text) - sum(len(r.prompt) + len(r.answer) for r in rows) < 32
+
+
+def test_thinking_mode_needs_a_template_that_knows_it(tmp_path, tiny_folder, capsys, speaking):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n')
+    assert ask(tmp_path / "c", tiny_folder, "--prompts", str(prompts), "--thinking", "on") == 2
+    assert "knows no thinking mode" in capsys.readouterr().err
+    own = speaking.tokenizer.chat_template
+    speaking.tokenizer.chat_template = own + "{% if enable_thinking %}<|system|>{% endif %}"
+    try:
+        assert encode(speaking, "Hi", thinking=True) != encode(speaking, "Hi", thinking=False) == encode(speaking, "Hi")
+    finally:
+        speaking.tokenizer.chat_template = own
+
+
+class Server(BaseHTTPRequestHandler):
+    """A chat completions server that is busy at first, and refuses what it does not know."""
+
+    asked: ClassVar[list] = []
+    busy: ClassVar[int] = 2
+    ids: ClassVar[bool] = False
+
+    def do_GET(self):
+        self.reply(200, {"data": [{"id": "the-model"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if type(self).busy:
+            type(self).busy -= 1
+            return self.reply(503, {})
+        if "return_token_ids" in body and not self.ids:
+            return self.reply(400, {"error": "unknown field"})
+        type(self).asked.append(body)
+        choice = {"finish_reason": "stop", "message": {"content": "a calm sea"}}
+        if self.ids:
+            choice["token_ids"] = [9, 8, 2]
+        return self.reply(200, {"choices": [choice]})
+
+    def reply(self, status, content):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_answers_of_a_server(ids, tmp_path, tiny_folder, monkeypatch, capsys):
+    from blockdraft.training import endpoint
+
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
+    Server.asked, Server.busy, Server.ids = [], 2, ids
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"Question {i}"}) for i in range(7)))
+    arguments = ["--prompts", str(prompts), "--endpoint", f"http://127.0.0.1:{server.server_port}/v1", "--slots", "3"]
+    try:
+        assert ask(tmp_path / "c", tiny_folder, *arguments) == 0
+        assert {body["model"] for body in Server.asked} == {"the-model"}
+        assert len(Server.asked) == 7
+        rows = list(Corpus(tmp_path / "c").rows())
+        target = load_target(tiny_folder, dtype="float32")
+        text = [*target.tokenizer("a calm sea", add_special_tokens=False)["input_ids"], target.tokenizer.eos_token_id]
+        assert all(row.answer == ([9, 8, 2] if ids else text) and row.finished for row in rows)
+        assert {tuple(row.prompt) for row in rows} == {tuple(encode(target, f"Question {i}")) for i in range(7)}
+        assert ask(tmp_path / "c", tiny_folder, *arguments) == 0
+        assert len(Server.asked) == 7  # nothing is asked twice
+    finally:
+        server.shutdown()
+        server.server_close()
+    capsys.readouterr()
+    assert ask(tmp_path / "d", tiny_folder, *arguments) == 1
+    assert "did not answer in 6 tries" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "nothing to ask"),
+        (["--kinds", "poetry", "--self-synthesize", "3"], "kind 'poetry' is unknown"),
+        (["--endpoint", "http://127.0.0.1:1/v1", "--self-synthesize", "3"], "leave --endpoint out"),
+        (["--endpoint-model", "m", "--prompts", "p"], "--endpoint-model has no effect"),
+        (["--endpoint", "nowhere", "--prompts", "PROMPTS"], "'nowhere' is no address of a server"),
+        (["--text", "TEXTS"], "holds no UTF-8 text"),
+    ],
+)
+def test_options_that_cannot_take_effect(arguments, sentence, tmp_path, tiny_folder, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
+    (tmp_path / "texts").mkdir()
+    places = {"PROMPTS": str(tmp_path / "p.jsonl"), "TEXTS": str(tmp_path / "texts")}
+    assert ask(tmp_path / "c", tiny_folder, *[places.get(a, a) for a in arguments]) == 2
+    assert sentence in capsys.readouterr().err

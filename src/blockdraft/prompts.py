@@ -15,7 +15,7 @@ Message = dict[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
 
 
-def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
+def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool = False, thinking: bool | None = None) -> list[int]:
     """Token ids of a prompt.
 
     Args:
@@ -23,6 +23,7 @@ def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool 
         prompt: text (a user's message), a list of chat messages, or token ids, which pass through.
         system: a system message before the others.
         raw: tokenize the text as it is, without the chat template.
+        thinking: the template's ``enable_thinking``; None leaves it to the template.
 
     Raises:
         UsageError: an empty prompt, a target without tokenizer or template, or an option that cannot take effect.
@@ -51,8 +52,11 @@ def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool 
         raise UsageError("--system is given, and the messages have a system message of their own; leave one of them out")
     for message in messages:
         _encodable(message["content"])
+    modes: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    if modes and "enable_thinking" not in str(tokenizer.chat_template):
+        raise UsageError(f"the chat template of {target.name} knows no thinking mode; leave --thinking out")
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **modes)
     except TemplateError as error:
         raise UsageError(f"the chat template of {target.name} refuses these messages: {error}") from error
     return list(ids)

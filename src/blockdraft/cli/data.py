@@ -1,11 +1,10 @@
 """``blockdraft data``: make a training corpus of the target's own answers."""
 
 import argparse
-import hashlib
 import json
-import random
+import os
 import sys
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,9 @@ from blockdraft.errors import UsageError
 if TYPE_CHECKING:
     from blockdraft.sampling import SamplingParams
     from blockdraft.target import Target
+    from blockdraft.training.answering import Tally
     from blockdraft.training.corpus import Corpus
-
-    Given = tuple[str, str, list[dict[str, str]]]
+    from blockdraft.training.questions import Given
 
 CONTEXT = 512  # conversations are cut here
 ROUND_OF_MESSAGES = 512  # self-written messages are made and answered in rounds of this many
@@ -26,55 +25,66 @@ ROUND_OF_MESSAGES = 512  # self-written messages are made and answered in rounds
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("data", help="make a training corpus: prompts, and the target's own answers")
     parser.add_argument("out", type=Path, help="corpus folder; started again, the run goes on where it was")
-    parser.add_argument("--prompts", type=options.path, action="append", default=[], metavar="FILE.jsonl", help="repeatable")
-    parser.add_argument("--self-synthesize", type=options.positive, metavar="N", help="messages that the target writes itself")
-    parser.add_argument(
+    group = parser.add_argument_group("what is asked")
+    group.add_argument("--prompts", action="append", default=[], metavar="FILE.jsonl|DATASET", help="repeatable")
+    group.add_argument("--per-source", type=options.positive, metavar="N", help="at most N given prompts of each source")
+    group.add_argument("--self-synthesize", type=options.positive, metavar="N", help="messages that the target writes itself")
+    group.add_argument(
         "--kinds", default="mathematics,code,conversation,instruction", help="of them, in turn; default: %(default)s"
     )
-    parser.add_argument(
-        "--max-new-tokens", type=options.positive, default=400, metavar="N", help="per answer; default: %(default)s"
+    group.add_argument(
+        "--text", action="append", default=[], metavar="FILE|DIR|DATASET", help="text as it is, for soft labels; repeatable"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the answers; default: 0, greedy")
-    parser.add_argument("--slots", type=options.positive, default=64, metavar="N", help="answers at a time; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    group = parser.add_argument_group("answers")
+    group.add_argument("--max-new-tokens", type=options.positive, default=400, metavar="N", help="per answer; default: %(default)s")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the answers; default: 0, greedy")
+    group.add_argument("--thinking", choices=("on", "off"), help="the template's thinking mode; default: the template's own")
+    group.add_argument("--slots", type=options.positive, default=64, metavar="N", help="answers at a time; default: %(default)s")
+    group.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    group.add_argument("--endpoint", metavar="URL", help="ask an OpenAI-compatible server that serves the target, up to /v1")
+    group.add_argument("--endpoint-model", default="", metavar="NAME", help="as the server names it; default: its first")
+    group = parser.add_argument_group("answers that are there already")
+    group.add_argument(
+        "--answers", type=options.path, action="append", default=[], metavar="FILE.jsonl.gz", help="take in first; repeatable"
+    )
+    group.add_argument("--export", type=options.path, metavar="FILE.jsonl.gz", help="write all answers into one compact file")
     parser.add_argument("--plan", action="store_true", help="say what would be done, and write nothing")
-    parser.add_argument("--per-source", type=options.positive, metavar="N", help="at most N given prompts of each source")
     parser.add_argument("--json", action="store_true", help="the counts as one JSON object on stdout")
     options.add_target(parser, options.BEST_DTYPE)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    check(args)
     from blockdraft.sampling import SamplingParams
-    from blockdraft.training.synthesis import OPENINGS
+    from blockdraft.training.questions import given_questions
 
-    kinds = args.kinds.split(",")
-    unknown = [kind for kind in kinds if kind not in OPENINGS]
-    if unknown:
-        raise UsageError(f"kind {unknown[0]!r} is unknown; use {', '.join(OPENINGS)}")
-    if not args.prompts and not args.self_synthesize:
-        raise UsageError("nothing to ask: give --prompts FILE.jsonl, --self-synthesize N, or both")
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed if args.temperature > 0 else None
     )
-    given = [row for path in args.prompts for row in numbered(path)]
-    given = chosen(given, args.per_source, args.seed)
+    given = given_questions(args.prompts, args.per_source, args.seed)
     target = options.load_target(args)
     from blockdraft.training.corpus import Corpus, identity
 
-    who = identity(target, max_new_tokens=args.max_new_tokens, temperature=args.temperature, context=CONTEXT)
+    thinking = {"on": True, "off": False, None: None}[args.thinking]
+    who = identity(target, thinking=thinking, max_new_tokens=args.max_new_tokens, temperature=args.temperature, context=CONTEXT)
     if args.plan:
-        print(f"{len(given)} given prompts and {args.self_synthesize or 0} self-written messages ({args.kinds}) to {args.out}")
-        print(f"at most {args.max_new_tokens} tokens an answer, {args.slots} answers at a time, by {json.dumps(who)}")
+        print(plan(args, given, who))
         return 0
     corpus = Corpus(args.out, who)
     status = 0
     try:
-        fill(args, target, corpus, params, given, kinds)
+        fill(args, target, corpus, params, given, thinking)
     except KeyboardInterrupt:
         print(f"blockdraft: stopped at {len(corpus.keys)} answers; the same command goes on from there", file=sys.stderr)
         status = 130
-    corpus.seal()
+    finally:
+        corpus.seal()
+    if args.export and status == 0:
+        from blockdraft.training.exchange import export_answers
+
+        count = export_answers(corpus, target, args.export)
+        print(f"blockdraft: {count} answers in {args.export}, {args.export.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
     if args.json:
         print(json.dumps({"rows": dict(corpus.counts), "answer_tokens": dict(corpus.tokens)}))
     else:
@@ -83,52 +93,136 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def numbered(path: Path) -> list[tuple[str, str, list[dict[str, str]]]]:
-    """Key, source and first-turn messages of each row of a file; the key is a digest of the messages."""
-    from blockdraft.prompts import read_prompts
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that cannot take effect, before anything is loaded."""
+    from blockdraft.training.synthesis import OPENINGS
 
-    conversations = read_prompts(path)
-    sources = [json.loads(line).get("source", path.stem) for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
-    rows = []
-    for turns, source in zip(conversations, sources, strict=True):
-        digest = hashlib.sha256(json.dumps(turns[0]).encode()).hexdigest()[:16]
-        rows.append((f"given/{digest}", str(source), turns[0]))
-    return rows
+    unknown = [kind for kind in args.kinds.split(",") if kind not in OPENINGS]
+    if unknown:
+        raise UsageError(f"kind {unknown[0]!r} is unknown; use {', '.join(OPENINGS)}")
+    if not (args.prompts or args.self_synthesize or args.text or args.answers or args.export):
+        raise UsageError("nothing to ask: give --prompts FILE.jsonl, --self-synthesize N, --text FILE, or several of them")
+    if args.endpoint and args.self_synthesize:
+        raise UsageError("--self-synthesize works with the target loaded here; leave --endpoint out, or ask given --prompts")
+    if args.endpoint_model and not args.endpoint:
+        raise UsageError("--endpoint-model has no effect without --endpoint")
 
 
-def chosen(rows: "list[Given]", per_source: int | None, seed: int) -> "list[Given]":
-    """The rows in random order, without repeated keys, at most ``per_source`` of each source."""
-    rows = list({row[0]: row for row in rows}.values())
-    random.Random(seed).shuffle(rows)
-    seen: Counter[str] = Counter()
-    kept = []
-    for row in rows:
-        seen[row[1]] += 1
-        if per_source is None or seen[row[1]] <= per_source:
-            kept.append(row)
-    return kept
+def plan(args: argparse.Namespace, given: "list[Given]", who: dict[str, object]) -> str:
+    """What would be done, as text."""
+    parts = [f"{len(given)} given prompts", f"{args.self_synthesize or 0} self-written messages ({args.kinds})"]
+    parts += [f"text of {place}" for place in args.text] + [f"answers of {file}" for file in args.answers]
+    by = f"asked of {args.endpoint}" if args.endpoint else "answered here"
+    return (
+        f"{', '.join(parts)} to {args.out}\n"
+        f"at most {args.max_new_tokens} tokens an answer, {args.slots} at a time, {by}, by {json.dumps(who)}"
+    )
 
 
 def fill(
-    args: argparse.Namespace, target: "Target", corpus: "Corpus", params: "SamplingParams", given: "list[Given]", kinds: list[str]
+    args: argparse.Namespace,
+    target: "Target",
+    corpus: "Corpus",
+    params: "SamplingParams",
+    given: "list[Given]",
+    thinking: bool | None,
 ) -> None:
-    """Answer the given prompts, then write messages round by round and answer those."""
+    """Take in what is there, answer the given prompts, then write messages round by round and answer those."""
     from blockdraft.progress import Progress
     from blockdraft.prompts import encode
-    from blockdraft.training.answering import Question, Tally, answer, write_messages
+    from blockdraft.training.answering import Question, Tally, answer
+
+    take_in(args, target, corpus, given, thinking)
+    tally = Tally()
+    if args.endpoint:
+        ask_server(args, target, corpus, params, given, thinking, tally)
+    elif given or args.self_synthesize:
+        with Progress("Answering", len(given) + (args.self_synthesize or 0), unit="prompts") as progress:
+            asked = (Question(q.key, q.source, encode(target, q.messages, thinking=thinking), q.licence) for q in given)
+            for _ in answer(target, corpus, asked, params, args.slots, CONTEXT, tally):
+                progress.update(tally.answers)
+                progress.note(tally.rate())
+            for _ in synthesize(args, target, corpus, params, thinking, tally):
+                progress.update(tally.answers)
+                progress.note(tally.rate())
+    if tally.answers or tally.dropped:
+        print(f"blockdraft: {tally.summary()}", file=sys.stderr)
+
+
+def take_in(args: argparse.Namespace, target: "Target", corpus: "Corpus", given: "list[Given]", thinking: bool | None) -> None:
+    """Rows that need no generation: answers made elsewhere, and text."""
+    from blockdraft.training.exchange import read_answers
+    from blockdraft.training.texts import text_rows
+
+    added = missing = 0
+    for file in args.answers:
+        for row in read_answers(file, target, given, thinking):
+            if row is None:
+                missing += 1
+            elif row.key not in corpus.keys:
+                corpus.take(row)
+                added += 1
+    if args.answers:
+        print(f"blockdraft: {added} answers taken in, {missing} to prompts that --prompts does not hold", file=sys.stderr)
+    for row, licence in text_rows(args.text, target, CONTEXT):
+        if row.key not in corpus.keys:
+            corpus.take(row, licence)
+    corpus.seal()
+
+
+def synthesize(
+    args: argparse.Namespace,
+    target: "Target",
+    corpus: "Corpus",
+    params: "SamplingParams",
+    thinking: bool | None,
+    tally: "Tally",
+) -> Iterator[None]:
+    """Rounds of self-written messages and their answers; yields after every pass over answers."""
+    from blockdraft.training.answering import answer, write_messages
     from blockdraft.training.synthesis import user_header, written_texts
 
-    tally = Tally()
-    with Progress("Answering", len(given) + (args.self_synthesize or 0), unit="prompts") as progress:
-        asked = (Question(key, source, encode(target, messages)) for key, source, messages in given)
-        for _ in answer(target, corpus, asked, params, args.slots, CONTEXT, tally):
-            progress.update(tally.answers)
-        if args.self_synthesize:
-            known = written_texts(target, user_header(target), corpus.rows())
-            first = corpus.last_written(args.seed) // ROUND_OF_MESSAGES * ROUND_OF_MESSAGES
-            for start in range(first, args.self_synthesize, ROUND_OF_MESSAGES):
-                numbers = range(start, min(start + ROUND_OF_MESSAGES, args.self_synthesize))
-                questions = write_messages(target, kinds, numbers, args.seed, args.slots, known, corpus.keys, tally)
-                for _ in answer(target, corpus, iter(questions), params, args.slots, CONTEXT, tally):
-                    progress.update(tally.answers)
-    print(f"blockdraft: {tally.summary()}", file=sys.stderr)
+    if not args.self_synthesize:
+        return
+    known = written_texts(target, user_header(target), corpus.rows())
+    kinds = args.kinds.split(",")
+    first = corpus.last_written(args.seed) // ROUND_OF_MESSAGES * ROUND_OF_MESSAGES
+    for start in range(first, args.self_synthesize, ROUND_OF_MESSAGES):
+        numbers = range(start, min(start + ROUND_OF_MESSAGES, args.self_synthesize))
+        questions = write_messages(target, kinds, numbers, args.seed, args.slots, known, corpus.keys, tally, thinking)
+        yield from answer(target, corpus, iter(questions), params, args.slots, CONTEXT, tally)
+
+
+def ask_server(
+    args: argparse.Namespace,
+    target: "Target",
+    corpus: "Corpus",
+    params: "SamplingParams",
+    given: "list[Given]",
+    thinking: bool | None,
+    tally: "Tally",
+) -> None:
+    """All given prompts, asked of a server; its key is read from OPENAI_API_KEY."""
+    import asyncio
+
+    from blockdraft.progress import Progress
+
+    try:
+        from blockdraft.training.endpoint import Endpoint
+    except ImportError:
+        raise UsageError("--endpoint needs httpx; install it with `pip install blockdraft[data]`") from None
+    endpoint = Endpoint(args.endpoint, args.endpoint_model, os.environ.get("OPENAI_API_KEY", ""))
+
+    async def asking() -> None:
+        with Progress("Asking", len(given), unit="prompts") as progress:
+            work = asyncio.create_task(endpoint.answer(target, corpus, given, params, thinking, args.slots, tally))
+            while not work.done():
+                await asyncio.wait({work}, timeout=0.5)
+                progress.update(tally.answers)
+                progress.note(tally.rate())
+            await work
+
+    try:
+        asyncio.run(asking())
+    except* (UsageError, OSError) as group:
+        raise group.exceptions[0] from None

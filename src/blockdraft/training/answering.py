@@ -23,11 +23,12 @@ WINDOW = 256  # questions that are put in order of length, so that prompts of on
 
 @dataclass(frozen=True)
 class Question:
-    """Something to ask: a key that is unique in the corpus, the kind it counts as, and prompt ids."""
+    """Something to ask: a key that is unique in the corpus, the kind it counts as, prompt ids, and the prompt's licence."""
 
     key: str
     source: str
     prompt: list[int]
+    licence: str = "the target's"
 
 
 @dataclass
@@ -50,12 +51,15 @@ class Tally:
     answer_steps: int = 0
     began: float = field(default_factory=time.perf_counter)
 
+    def rate(self) -> str:
+        """Tokens kept per second since the start."""
+        return f"{self.tokens / (time.perf_counter() - self.began):.0f} tokens/s"
+
     def summary(self) -> str:
         """One line."""
-        seconds = time.perf_counter() - self.began
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "nothing"
         busy = f"{100 * self.answer_steps / self.slot_steps:.0f} % of slot-steps gave a token; " if self.slot_steps else ""
-        kept = f"{self.answers} answers ({self.looped} cut at a loop), {self.tokens} tokens, {self.tokens / seconds:.0f} tokens/s"
+        kept = f"{self.answers} answers ({self.looped} cut at a loop), {self.tokens} tokens, {self.rate()}"
         return f"{kept}; {busy}dropped: {dropped}"
 
 
@@ -101,7 +105,8 @@ def answer(
 
     def keep(question: Question) -> Callable[[Request], None]:
         def store(request: Request) -> None:
-            corpus.add(Row(question.key, question.source, question.prompt, request.output, request.finish_reason == "stop"))
+            row = Row(question.key, question.source, question.prompt, request.output, request.finish_reason == "stop")
+            corpus.add(row, question.licence)
             tally.answers += 1
             tally.tokens += len(request.output)
 
@@ -122,7 +127,15 @@ def answer(
 
 
 def write_messages(
-    target: Target, kinds: list[str], numbers: range, seed: int, slots: int, known: set[str], answered: set[str], tally: Tally
+    target: Target,
+    kinds: list[str],
+    numbers: range,
+    seed: int,
+    slots: int,
+    known: set[str],
+    answered: set[str],
+    tally: Tally,
+    thinking: bool | None = None,
 ) -> list[Question]:
     """Let the target write users' messages; near-duplicates and oddities are dropped, and counted.
 
@@ -146,7 +159,7 @@ def write_messages(
                 tally.dropped[fault] += 1
                 return
             known.add(normalised(text))
-            made[number] = Question(written_key(seed, number), kind, encode(target, text))
+            made[number] = Question(written_key(seed, number), kind, encode(target, text, thinking=thinking))
 
         return check
 

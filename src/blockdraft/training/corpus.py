@@ -22,6 +22,7 @@ from blockdraft.store import lock, write_whole
 from blockdraft.target import Target
 
 SHARD_ROWS = 1024
+TEXT = "text"  # source of rows that the target did not write: its probabilities are their labels, not their tokens
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class Corpus:
             self.identity = identity
         if identity is not None:
             self._lock = lock(folder / ".lock", f"another run is writing to {folder}; wait for it, or take another folder")
+        known = json.loads(manifest.read_text()).get("licences", {}) if manifest.exists() else {}
+        self.licences: dict[str, set[str]] = {source: set(found) for source, found in known.items()}
         self.counts: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.keys: set[str] = set()
@@ -118,12 +121,25 @@ class Corpus:
         yield from self._sharded_rows()
         yield from self._pending
 
-    def add(self, row: Row) -> None:
-        """Store a row for good: when this returns it survives a kill."""
+    def add(self, row: Row, licence: str = "the target's") -> None:
+        """Store a row for good: when this returns it survives a kill.
+
+        Args:
+            licence: of its prompt; a message that the target wrote itself has the target's.
+        """
+        self.licences.setdefault(row.source, set()).add(licence)
         with (self.folder / "pending.jsonl").open("a") as journal:
             journal.write(_line(row))
             journal.flush()
             os.fsync(journal.fileno())
+        self._note(row)
+        self._pending.append(row)
+        if len(self._pending) >= SHARD_ROWS:
+            self.seal()
+
+    def take(self, row: Row, licence: str = "the target's") -> None:
+        """Store a row that can be had again, without waiting for the disk; ``seal`` makes it last."""
+        self.licences.setdefault(row.source, set()).add(licence)
         self._note(row)
         self._pending.append(row)
         if len(self._pending) >= SHARD_ROWS:
@@ -153,7 +169,12 @@ class Corpus:
         write_whole(self.folder / "pending.jsonl", lambda path: path.write_text("".join(map(_line, self._pending))))
 
     def _write_manifest(self) -> None:
-        content = {"identity": self.identity, "rows": dict(self.counts), "answer_tokens": dict(self.tokens)}
+        content = {
+            "identity": self.identity,
+            "rows": dict(self.counts),
+            "answer_tokens": dict(self.tokens),
+            "licences": {source: sorted(found) for source, found in self.licences.items()},
+        }
         write_whole(self.folder / "corpus.json", lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
 
     def _shard(self, number: int) -> Path:

@@ -7,7 +7,7 @@ the target wrote itself. Rows of plain ``prompt_ids`` and ``response_ids``, made
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +15,44 @@ from blockdraft.errors import UsageError
 from blockdraft.prompts import encode
 from blockdraft.store import write_whole
 from blockdraft.target import Target
-from blockdraft.training.corpus import Corpus, Row
+from blockdraft.training.corpus import Corpus, Row, identity
+from blockdraft.training.questions import Given
+from blockdraft.training.synthesis import user_header
 
 
 def export_answers(corpus: Corpus, target: Target, out: Path) -> int:
     """Write all rows of a corpus; returns how many."""
-    lines = []
+    lines = [json.dumps({"identity": corpus.identity}) + "\n"]
+    thinking = corpus.identity.get("thinking")
     for row in corpus.rows():
         entry: dict[str, Any] = {"key": row.key, "source": row.source, "answer_ids": row.answer, "finished": row.finished}
         if not row.key.startswith("given/"):
-            text = _message(target, row.prompt)
+            text = _message(target, row.prompt, thinking)
             entry |= {"message": text} if text is not None else {"prompt_ids": row.prompt}
         lines.append(json.dumps(entry, separators=(",", ":")) + "\n")
     content = gzip.compress("".join(lines).encode(), mtime=0)
     write_whole(out, lambda path: path.write_bytes(content))
-    return len(lines)
+    return len(lines) - 1
 
 
-def _message(target: Target, prompt: list[int]) -> str | None:
+def _message(target: Target, prompt: list[int], thinking: bool | None) -> str | None:
     """The user's message whose encoding is exactly this prompt, if there is one."""
-    from blockdraft.training.synthesis import user_header
-
     assert target.tokenizer is not None
     header = user_header(target)
-    behind = len(encode(target, "x")) - len(header) - 1  # tokens of the template behind a message
+    behind = len(encode(target, "x", thinking=thinking)) - len(header) - 1  # tokens of the template behind a message
     text = str(target.tokenizer.decode(prompt[len(header) : len(prompt) - behind]))
-    return text if text.strip() and encode(target, text) == prompt else None
+    return text if text.strip() and encode(target, text, thinking=thinking) == prompt else None
 
 
-def read_answers(path: Path, target: Target, given: dict[str, list[int]], sources: dict[str, str]) -> Iterator[Row | None]:
-    """Rows of a file; None for a given prompt that is not among ``given``.
-
-    Args:
-        given: encoded prompts by key, of the prompt files of this run.
-        sources: kind of each of them.
+def read_answers(path: Path, target: Target, given: Sequence[Given], thinking: bool | None = None) -> Iterator[Row | None]:
+    """Rows of a file; None for an answer to a given prompt that is not among ``given``.
 
     Raises:
-        UsageError: not such a file; names the line.
+        UsageError: not such a file, or the answers of another target; names the line, or what differs.
     """
-    by_ids = {tuple(ids): key for key, ids in given.items()}
+    prompts = {question.key: encode(target, question.messages, thinking=thinking) for question in given}
+    sources = {question.key: question.source for question in given}
+    by_ids = {tuple(ids): key for key, ids in prompts.items()}
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             lines = file.read().split("\n")
@@ -64,14 +63,30 @@ def read_answers(path: Path, target: Target, given: dict[str, list[int]], source
             continue
         try:
             entry = json.loads(line)
-            if "response_ids" in entry:
-                yield _plain(entry, by_ids, sources, target)
+            if "identity" in entry:
+                _refuse_another(path, entry["identity"], target)
                 continue
-            key, source = entry["key"], entry["source"]
-            prompt = given.get(key) if key.startswith("given/") else entry.get("prompt_ids") or encode(target, entry["message"])
-            yield Row(key, source, prompt, entry["answer_ids"], entry["finished"]) if prompt is not None else None
+            row = _plain(entry, by_ids, sources, target) if "response_ids" in entry else _compact(entry, prompts, target, thinking)
+            if row is not None and not all(0 <= token < target.embedding.num_embeddings for token in (*row.prompt, *row.answer)):
+                raise ValueError("token ids outside of the vocabulary")
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path}, line {number}: no row of answers ({type(error).__name__}: {error})") from error
+        yield row
+
+
+def _refuse_another(path: Path, found: dict[str, Any], target: Target) -> None:
+    who = identity(target)
+    differing = [key for key in who if key != "target" and found.get(key) != who[key]]
+    if differing:
+        raise UsageError(f"{path} holds answers of {found.get('target')}, whose {differing[0]} is not that of {target.name}")
+
+
+def _compact(entry: dict[str, Any], prompts: dict[str, list[int]], target: Target, thinking: bool | None) -> Row | None:
+    key = entry["key"]
+    prompt = prompts.get(key) if key.startswith("given/") else entry.get("prompt_ids")
+    if prompt is None and "message" in entry:
+        prompt = encode(target, entry["message"], thinking=thinking)
+    return None if prompt is None else Row(key, entry["source"], prompt, entry["answer_ids"], entry["finished"])
 
 
 def _plain(entry: dict[str, Any], by_ids: dict[tuple[int, ...], str], sources: dict[str, str], target: Target) -> Row:
