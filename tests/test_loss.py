@@ -54,7 +54,7 @@ def test_chunks_equal_one_piece(rule, chunk, monkeypatch):
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", chunk * 4 * 5 * 31)
     hidden, labels, valid, teacher, words = case()
     ours, reference = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    total, weight, entropies, correct = BlockLoss.apply(ours, labels, valid, teacher, words, rule)
+    total, weight, entropies, correct = BlockLoss.apply(ours, labels, valid, teacher, None, words, rule)
     expected = plain(reference, labels, valid, teacher, words, rule)
     torch.testing.assert_close(total.double(), expected, atol=1e-4, rtol=1e-5)
     (2 * total).backward()
@@ -67,9 +67,21 @@ def test_chunks_equal_one_piece(rule, chunk, monkeypatch):
 
 def test_no_gradient_is_computed_where_none_is_asked_for():
     hidden, labels, valid, teacher, words = case()
-    total, *_ = BlockLoss.apply(hidden, labels, valid, teacher, words, LossRule())
+    total, *_ = BlockLoss.apply(hidden, labels, valid, teacher, None, words, LossRule())
     assert not total.requires_grad
     assert total.isfinite()
+
+
+def test_text_that_the_target_did_not_write_is_labelled_by_the_target():
+    hidden, labels, valid, teacher, words = case()
+    foreign = torch.tensor([True, False] * 3 + [True])
+    said = (teacher @ words.weight.T).argmax(-1)
+    mixed = torch.where(foreign[:, None], said, labels)
+    for rule in (RULES["cross entropy"], RULES["d-pace"], RULES["kl over the best"]):
+        ours = BlockLoss.apply(hidden, labels, valid, teacher, foreign, words, rule)
+        theirs = BlockLoss.apply(hidden, mixed, valid, teacher, None, words, rule)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(("block", "gamma", "last"), [(16, 7.0, 0.135), (10, 5.0, 0.202), (8, 4.0, 0.223)])
@@ -122,8 +134,8 @@ def test_some_words_hold_labels_and_frequent_ones():
 def test_all_words_as_some_words_change_nothing():
     hidden, labels, valid, teacher, words = case()
     some = some_words(words, labels, torch.arange(31), 31 * 2, torch.Generator().manual_seed(0))
-    everything = BlockLoss.apply(hidden, labels, valid, teacher, words, RULES["kl over the best"])
-    assert float(BlockLoss.apply(hidden, labels, valid, teacher, some, RULES["kl over the best"])[0]) == pytest.approx(
+    everything = BlockLoss.apply(hidden, labels, valid, teacher, None, words, RULES["kl over the best"])
+    assert float(BlockLoss.apply(hidden, labels, valid, teacher, None, some, RULES["kl over the best"])[0]) == pytest.approx(
         float(everything[0]), rel=1e-5
     )
 

@@ -1,5 +1,6 @@
 """The trainer: it learns, a wrong one does not, and neither kill, split nor backend changes what is learnt."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -65,7 +66,7 @@ def shifted_labels(monkeypatch):
     right = Batch.labels
 
     def labels(self, block_size):
-        moved = Batch(self.ids.roll(-1, 1), self.positions, self.documents, self.anchors, self.real, self.members)
+        moved = dataclasses.replace(self, ids=self.ids.roll(-1, 1))
         return right(moved, block_size)
 
     monkeypatch.setattr(Batch, "labels", labels)
@@ -155,6 +156,28 @@ def test_a_killed_run_goes_on_to_the_bit(place, tmp_path):
     assert [entry["step"] for entry in entries] == [5, 10, 15, 20, 20, 25, 30, 35, 40, 40]
     assert entries == entries_again
     assert all(torch.equal(tensors[name], tensors_again[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_stores_where_it_was(number, place, tmp_path, monkeypatch):
+    changes = {"max_steps": 9, "checkpoint_every": 100}
+    whole = make(place, tmp_path / "whole", **changes)
+    whole.train()
+    trainer = make(place, tmp_path / "run", **changes)
+    right = trainer._step
+
+    def step():
+        if trainer.step == 4:
+            os.kill(os.getpid(), number)
+        return right()
+
+    monkeypatch.setattr(trainer, "_step", step)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.checkpoints.steps() == [5]
+    again = make(place, tmp_path / "run", **changes)
+    again.train()
+    assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(whole).items())
 
 
 @pytest.mark.parametrize("changes", [{"micro_rows": 1}, {"micro_rows": 3}, {"features": "memory"}, {"features": "disk"}], ids=str)
@@ -271,6 +294,26 @@ def test_the_result_is_a_drafter_that_others_load(place, tmp_path, capsys):
     assert all(0 <= share <= 1 for entry in entries if "accuracy" in entry for share in entry["accuracy"])
     assert main(["plot", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_text_trains_with_the_targets_own_labels(place, tmp_path):
+    """A corpus of text beside one of answers: its blocks are marked, its loss is that of the target's choices."""
+    texts = tmp_path / "t.txt"
+    texts.write_text("words that the target never wrote " * 40)
+    arguments = ["--target", str(place / "target"), "--dtype", "float32", "--text", str(texts)]
+    assert main(["data", str(tmp_path / "text"), *arguments]) == 0
+    config = recipe(place / "target", place / "corpus", tmp_path / "run", max_steps=60, learning_rate=1e-2, sequence_length=600)
+    both = [str(place / "corpus"), str(tmp_path / "text")]
+    trainer = Trainer(dataclasses.replace(config, corpus=both, held_out=1))
+    assert trainer.run.documents.tokens["text"] > 400
+    batch = trainer.run.batches.batch(range(len(trainer.run.batches.packed)), 0)
+    for row, members in enumerate(batch.members):
+        for a in range(batch.anchors.shape[1]):
+            if batch.real[row, a]:
+                document = trainer.run.documents.train[members[batch.documents[row, batch.anchors[row, a]]]]
+                assert bool(batch.foreign[row, a]) == (document.source == "text")
+    losses = steps(trainer, 60)
+    assert losses[-1] < 0.6 * losses[0]
 
 
 def test_warm_start_goes_on_from_a_drafter(place, tmp_path):

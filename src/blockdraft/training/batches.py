@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockdraft.errors import UsageError
 from blockdraft.sampling import counter_uniform
+from blockdraft.training.corpus import TEXT
 
 OPEN_ROWS = 32  # rows that wait for a document that fits, while packing
 
@@ -36,6 +37,11 @@ class Document:
         """Positions that can be an anchor: answer tokens with at least one token behind them."""
         return range(self.start, len(self.ids) - 1)
 
+    @property
+    def foreign(self) -> bool:
+        """Whether the target did not write it: then its probabilities are the labels."""
+        return self.source == TEXT
+
 
 @dataclass
 class Batch:
@@ -47,6 +53,7 @@ class Batch:
         documents: ``[rows, length]`` int64, number of the document in its row; -1 is padding.
         anchors: ``[rows, anchors]`` int64, ascending indices into the row.
         real: ``[rows, anchors]`` bool; False fills up the shape and carries no loss.
+        foreign: ``[rows, anchors]`` bool, blocks in documents that the target did not write.
         members: for each row its documents, by index, in order.
     """
 
@@ -55,13 +62,14 @@ class Batch:
     documents: Tensor
     anchors: Tensor
     real: Tensor
+    foreign: Tensor
     members: list[list[int]]
 
     def to(self, device: torch.device) -> "Batch":
-        ids, positions, documents, anchors, real = (
-            x.to(device) for x in (self.ids, self.positions, self.documents, self.anchors, self.real)
+        ids, positions, documents, anchors, real, foreign = (
+            x.to(device) for x in (self.ids, self.positions, self.documents, self.anchors, self.real, self.foreign)
         )
-        return Batch(ids, positions, documents, anchors, real, self.members)
+        return Batch(ids, positions, documents, anchors, real, foreign, self.members)
 
     def labels(self, block_size: int) -> tuple[Tensor, Tensor]:
         """Tokens ``[rows, anchors, block - 1]`` behind each anchor, and which of them are inside its document."""
@@ -136,6 +144,7 @@ class Batches:
         documents = torch.full(shape, -1)
         anchors = torch.zeros(len(rows), self.anchors, dtype=torch.long)
         real = torch.zeros(len(rows), self.anchors, dtype=torch.bool)
+        foreign = torch.zeros_like(real)
         members: list[list[int]] = []
         for i, row in enumerate(rows):
             members.append([] if row is None else self.packed[row])
@@ -152,7 +161,9 @@ class Batches:
                 drawn = draw_anchors(eligible, self.anchors, seed_of(self.seed, epoch, row))
                 anchors[i, : len(drawn)] = drawn
                 real[i, : len(drawn)] = True
-        return Batch(ids, positions, documents, anchors, real, members)
+                theirs = torch.tensor([self.documents[index].foreign for index in members[-1]])
+                foreign[i, : len(drawn)] = theirs[documents[i, drawn]]
+        return Batch(ids, positions, documents, anchors, real, foreign, members)
 
 
 def draw_anchors(eligible: Sequence[Tensor], count: int, seed: int) -> Tensor:

@@ -6,7 +6,6 @@ A folder with ``corpus.json`` and shards ``answers-NNNNN.safetensors``. Rows tha
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -122,7 +121,7 @@ class Corpus:
         yield from self._pending
 
     def add(self, row: Row, licence: str = "the target's") -> None:
-        """Store a row for good: when this returns it survives a kill.
+        """Store a row: when this returns it survives a kill of the process, and from the next shard on a loss of power.
 
         Args:
             licence: of its prompt; a message that the target wrote itself has the target's.
@@ -130,8 +129,6 @@ class Corpus:
         self.licences.setdefault(row.source, set()).add(licence)
         with (self.folder / "pending.jsonl").open("a") as journal:
             journal.write(_line(row))
-            journal.flush()
-            os.fsync(journal.fileno())
         self._note(row)
         self._pending.append(row)
         if len(self._pending) >= SHARD_ROWS:

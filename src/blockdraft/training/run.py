@@ -72,7 +72,7 @@ def prepare(config: TrainConfig, device: str | None = None) -> Run:
     if config.block_size > longest:
         raise UsageError(f"block_size is {config.block_size}, but the longest answer of the corpus has {longest} tokens")
     network = first_network(config, target, documents.train)
-    if config.kl_weight:
+    if config.kl_weight or any(d.foreign for d in documents.train):
         refuse_undistillable(target)
     batches = Batches(documents.train, config.sequence_length, config.anchors, config.rows, config.seed)
     steps = config.max_steps or max(1, round(config.epochs * batches.steps_per_epoch))

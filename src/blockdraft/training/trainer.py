@@ -11,7 +11,9 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,6 +50,7 @@ from blockdraft.training.run import precision_of, prepare
 FREE = frozenset(
     "out log_every evaluate_every evaluate_prompts evaluate_tokens checkpoint_every keep trackers features micro_rows".split()
 )
+ESTIMATE_ANCHORS = 16  # blocks of a held-out row: enough for two digits
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -84,7 +87,8 @@ class Trainer:
         if config.compile:
             blocks.network.compile()
         self.blocks, self.optimizer = self._spread(blocks)
-        taps, last = self.run.network.config.taps, config.kl_weight > 0
+        self.texts = any(d.foreign for d in (*self.run.documents.train, *self.run.documents.held_out))
+        taps, last = self.run.network.config.taps, config.kl_weight > 0 or self.texts
         place = self.out / "features" if config.features == "disk" else config.features
         self.features = Features(self.target, self.run.documents.train, taps, last, place)
         self.held_out_features = Features(self.target, self.run.documents.held_out, taps, last, "memory")
@@ -128,8 +132,11 @@ class Trainer:
         """
         self._enter()
         window, began = None, time.perf_counter()
-        with Progress("Training", self.run.steps, on=self.main) as progress:
+        with Progress("Training", self.run.steps, on=self.main) as progress, self._interruptible() as asked:
             while self.step < self.run.steps and not self._stale():
+                if asked:
+                    self._save()
+                    raise KeyboardInterrupt
                 sums, norm, rate = self._step()
                 window = sums if window is None else window + sums
                 self.step += 1
@@ -151,6 +158,28 @@ class Trainer:
                     began = time.perf_counter()
         self.accelerator.end_training()
         return self._finish() if self.main else None
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[list[int]]:
+        """Ctrl-C and SIGTERM fill the list, and the loop stores a checkpoint before it ends; the second one ends it at once.
+
+        Of several processes, some could be a step ahead: there the signals do what they always do.
+        """
+        asked: list[int] = []
+        if self.parts > 1 or threading.current_thread() is not threading.main_thread():
+            yield asked
+            return
+
+        def note(number: int, frame: object) -> None:
+            asked.append(number)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield asked
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _stale(self) -> bool:
         return self.config.patience is not None and self.worse >= self.config.patience
@@ -203,8 +232,9 @@ class Trainer:
             labels = torch.where(valid, labels, words.ids[0])  # type: ignore[index]
         teacher = _behind(last, batch, block_size).flatten(0, 1) if last is not None else None
         valid = valid.flatten(0, 1)
+        foreign = batch.foreign.flatten() if self.texts else None
         total, weight, entropies, correct = BlockLoss.apply(
-            hidden[:, :, 1:].flatten(0, 1), labels.flatten(0, 1), valid, teacher, words, self.run.rule
+            hidden[:, :, 1:].flatten(0, 1), labels.flatten(0, 1), valid, teacher, foreign, words, self.run.rule
         )
         return total, Sums.of(total, weight, entropies, correct, valid)
 
@@ -269,7 +299,7 @@ class Trainer:
         network.load_state_dict(weights)
         blocks = Blocks(network.to(self.device)).eval()
         c = self.config
-        held_out = Batches(self.run.documents.held_out, c.sequence_length, c.anchors, c.rows, c.seed)
+        held_out = Batches(self.run.documents.held_out, c.sequence_length, min(c.anchors, ESTIMATE_ANCHORS), c.rows, c.seed)
         total: Sums | None = None
         with torch.no_grad():
             for step in range(held_out.steps_per_epoch):

@@ -1,0 +1,67 @@
+"""On CUDA: decoding is lossless, FlexAttention trains what the other kernels train, and a run from data to drafter works."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from blockdraft.decode import decode
+from blockdraft.load import load_drafter, load_target
+from blockdraft.request import Request
+from blockdraft.sampling import SamplingParams
+from blockdraft.target import Target
+from blockdraft.training.blocks import Blocks
+from blockdraft.training.trainer import Trainer
+from tests import tiny
+from tests.doubles import random_drafter
+from tests.training import make_corpus, recipe
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mistral", "gpt_oss"])
+def test_lossless(family):
+    """fp32 greedy on CUDA: with a drafter that is mostly wrong, what plain decoding says."""
+    target = Target(tiny.model(family).cuda())
+    drafter = random_drafter(target)
+    drafter = type(drafter)(drafter.network.cuda(), target.embed, target.head)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    outputs = []
+    for used in (None, drafter):
+        requests = [Request(tiny.prompt(length, length), params, target) for length in (3, 9, 14)]
+        for _ in decode(target, used, requests, batch_size=2):
+            pass
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    tiny.save_folder(folder / "target")
+    make_corpus(folder / "corpus", load_target(folder / "target", dtype="float32", device="cuda"))
+    return folder
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_flex_attention_trains_what_the_others_train(window, place, tmp_path):
+    """Compiled FlexAttention against SDPA and blocks apart, forward and gradients, packed rows."""
+    config = recipe(place / "target", place / "corpus", tmp_path / "run", device="cuda", window=window, head_dim=16)
+    trainer = Trainer(config)
+    batch = trainer.run.batches.batch(trainer.run.batches.step(0), 0).to(trainer.device)
+    found = {}
+    for name in ("sdpa", "flex", "blocked"):
+        blocks = Blocks(trainer.run.network, name)
+        loss, _ = trainer.loss(blocks, batch, trainer.features, 0)
+        found[name] = (loss.detach(), *torch.autograd.grad(loss, list(blocks.parameters())))
+    for name in ("flex", "blocked"):
+        for ours, theirs in zip(found[name], found["sdpa"], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-3 * float(theirs.abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}, {"compile": True}], ids=str)
+def test_a_run_on_cuda(changes, place, tmp_path):
+    config = recipe(
+        place / "target", place / "corpus", tmp_path / "run", device="cuda", head_dim=16, max_steps=150, learning_rate=1e-2
+    )
+    trainer = Trainer(dataclasses.replace(config, evaluate_every=150, **changes))
+    folder = trainer.train()
+    assert load_drafter(folder, load_target(place / "target", dtype="float32", device="cuda")).config.taps == (0, 1, 3)
