@@ -18,7 +18,7 @@ from blockdraft.decode import Decoder
 from blockdraft.load import load_target
 from blockdraft.prompts import encode
 from blockdraft.sampling import SamplingParams
-from blockdraft.training.answering import Question, Tally, answer
+from blockdraft.training.answering import Answering, Question, Tally
 from blockdraft.training.corpus import Corpus, identity
 from blockdraft.training.questions import given_questions
 
@@ -40,7 +40,8 @@ def main() -> None:
         setattr(Decoder, method.__name__, clocked(method, spent, name))
     with tempfile.TemporaryDirectory() as folder:
         corpus, tally = Corpus(Path(folder), identity(target)), Tally()
-        for _ in answer(target, corpus, questions, SamplingParams(max_new_tokens=args.max_new_tokens), args.slots, 512, tally):
+        params = SamplingParams(max_new_tokens=args.max_new_tokens)
+        for _ in Answering(target, corpus, params, 512, args.slots, tally).given(questions):
             pass
         seconds = time.perf_counter() - tally.began
     print(
@@ -50,7 +51,7 @@ def main() -> None:
                 "answers": tally.answers,
                 "tokens_per_answer": round(tally.tokens / tally.answers, 1),
                 "seconds": {**{k: round(v, 1) for k, v in spent.items()}, "all": round(seconds, 1)},
-                "slot_steps_with_a_token": round(tally.answer_steps / tally.slot_steps, 3),
+                "slot_steps_with_a_token": round(tally.token_steps / tally.slot_steps, 3),
                 "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
                 "dtype": str(target.dtype),
                 "slots": args.slots,

@@ -16,11 +16,11 @@ from blockdraft.prompts import encode
 from blockdraft.request import Request
 from blockdraft.sampling import Sampler, SamplingParams
 from blockdraft.training import corpus as module
-from blockdraft.training.answering import Question, Tally, answer, message_fault, write_messages
+from blockdraft.training.answering import Answering, Question, Tally, message_fault
 from blockdraft.training.corpus import Corpus, Row, identity, written_key
 from blockdraft.training.exchange import export_answers, read_answers
 from blockdraft.training.questions import given_questions
-from blockdraft.training.synthesis import OPENINGS, loop_share, loops, normalised, opening_of, user_header, written_texts
+from blockdraft.training.synthesis import OPENINGS, loop_share, loops, message_text, normalised, opening_of, user_frame
 from tests import tiny
 
 WHO = {"target": "t", "template_sha256": "1"}
@@ -110,7 +110,7 @@ def test_answers_are_the_targets_own(tmp_path, speaking):
     params = SamplingParams(max_new_tokens=12)
     questions = [Question(f"q{i}", "code", [5 + i] * (1 + i % 4) + [9, 40 + i]) for i in range(11)]
     corpus, tally = Corpus(tmp_path, WHO), Tally()
-    list(answer(speaking, corpus, iter(questions), params, 3, 64, tally))
+    list(Answering(speaking, corpus, params, 64, 3, tally).given(iter(questions)))
     rows = {r.key: r for r in corpus.rows()}
     assert tally.answers == len(rows) == 11
     for question in questions:
@@ -119,33 +119,36 @@ def test_answers_are_the_targets_own(tmp_path, speaking):
         stored = rows[question.key]
         assert (stored.prompt, stored.answer) == (question.prompt, request.output)
         assert stored.finished == (request.finish_reason == "stop")
-    before = tally.answer_steps
-    list(answer(speaking, corpus, iter(questions), params, 3, 64, tally))
-    assert tally.answer_steps == before  # nothing is asked twice
+    before = tally.token_steps
+    list(Answering(speaking, corpus, params, 64, 3, tally).given(iter(questions)))
+    assert tally.token_steps == before  # nothing is asked twice
     assert "tokens/s" in tally.summary()
 
 
 def test_prompts_that_leave_no_room_are_counted(tmp_path, speaking):
     tally = Tally()
-    list(answer(speaking, Corpus(tmp_path, WHO), iter([Question("q", "s", [5] * 60)]), SamplingParams(), 2, 64, tally))
+    questions = iter([Question("q", "s", [5] * 60)])
+    list(Answering(speaking, Corpus(tmp_path, WHO), SamplingParams(), 64, 2, tally).given(questions))
     assert tally.dropped == {"prompts too long": 1}
 
 
 def test_the_header_ends_where_the_user_begins(speaking):
-    text = speaking.tokenizer.decode(user_header(speaking))
-    assert text == "<|user|>"
+    header, tail = user_frame(speaking)
+    assert speaking.tokenizer.decode(header) == "<|user|>"
+    assert speaking.tokenizer.decode(tail) == "<|end|><|assistant|>"
+    assert message_text(speaking, (header, tail), encode(speaking, "the sea")) == "the sea"
 
 
 def test_without_a_chat_template_nobody_can_be_the_user(speaking, monkeypatch):
     monkeypatch.setattr(speaking.tokenizer, "chat_template", None)
     with pytest.raises(UsageError, match="has no chat template"):
-        user_header(speaking)
+        user_frame(speaking)
 
 
-def test_messages_are_written_steered_and_told_apart(speaking, monkeypatch):
+def test_messages_are_written_steered_told_apart_and_answered(speaking, monkeypatch, tmp_path):
     """The target's choices replaced by a script: kinds in turn, openings kept, duplicates and oddities dropped."""
     words = speaking.tokenizer("tell me about the sea", add_special_tokens=False)["input_ids"]
-    header = len(user_header(speaking))
+    header = len(user_frame(speaking)[0])
 
     def opening_length(number):
         opening = opening_of(["code", "mathematics"], 0, number)[1]
@@ -158,18 +161,29 @@ def test_messages_are_written_steered_and_told_apart(speaking, monkeypatch):
 
     monkeypatch.setattr(Sampler, "plain_greedy", property(lambda self: False))
     monkeypatch.setattr(Sampler, "choose", say)
-    tally, known = Tally(), set()
-    made = write_messages(speaking, ["code", "mathematics"], range(12), 0, 4, known, {written_key(0, 3)}, tally)
-    assert len(made) + sum(tally.dropped.values()) == 11
-    assert written_key(0, 3) not in {question.key for question in made}
-    assert len(known) == len(made)
-    for question in made:
-        number = int(question.key.rpartition("/")[2])
-        kind, opening = opening_of(["code", "mathematics"], 0, number)
-        assert question.source == kind
-        assert ("<|user|>" + opening).strip() in speaking.tokenizer.decode(question.prompt)
-    again = write_messages(speaking, ["code", "mathematics"], range(12), 0, 4, known, set(), tally)
-    assert [question.key for question in again] == [written_key(0, 3)]  # all others are known
+
+    def written(folder, before=()):
+        corpus, tally = Corpus(folder, identity(speaking)), Tally()
+        for row in before:
+            corpus.add(row)
+        answering = Answering(speaking, corpus, SamplingParams(max_new_tokens=8), 300, 4, tally)
+        list(answering.written(["code", "mathematics"], range(40), 0))
+        return {row.key: row for row in corpus.rows()}, tally
+
+    old = Row(written_key(0, 3), "code", [5, 6], [7], True)
+    made, tally = written(tmp_path / "one", [old])
+    assert made.pop(old.key) == old
+    assert len(made) + sum(tally.dropped.values()) == 39
+    assert len(made) == tally.answers > 8
+    for key, row in made.items():
+        kind, opening = opening_of(["code", "mathematics"], 0, int(key.rpartition("/")[2]))
+        assert row.source == kind
+        assert ("<|user|>" + opening).strip() in speaking.tokenizer.decode(row.prompt)
+    texts = [speaking.tokenizer.decode(row.prompt) for row in made.values()]
+    assert len(set(texts)) == len(texts)
+    again, tally = written(tmp_path / "two", made.values())
+    assert again.keys() - made.keys() == {old.key}  # all others are known, or oddities as before
+    assert tally.answers == 1
 
 
 def test_openings_cover_the_kinds_evenly():
@@ -208,7 +222,8 @@ def test_an_answer_ends_where_it_has_begun_to_loop(tmp_path, speaking, monkeypat
     monkeypatch.setattr(Sampler, "plain_greedy", False)
     monkeypatch.setattr(Sampler, "choose", lambda self, logits, prefix: 10 + len(prefix) % 3)
     corpus, tally = Corpus(tmp_path, WHO), Tally()
-    list(answer(speaking, corpus, iter([Question("a", "code", [5, 6])]), SamplingParams(max_new_tokens=200), 2, 300, tally))
+    params = SamplingParams(max_new_tokens=200)
+    list(Answering(speaking, corpus, params, 300, 2, tally).given(iter([Question("a", "code", [5, 6])])))
     (kept,) = corpus.rows()
     assert (len(kept.answer), kept.finished, tally.looped) == (64, False, 1)
     assert "1 cut at a loop" in tally.summary()
@@ -241,9 +256,8 @@ def test_loops_and_near_duplicates():
 def test_known_texts_come_from_the_corpus(tmp_path, speaking):
     from blockdraft.prompts import encode
 
-    rows = [Row("a", "code", encode(speaking, "How do I sort?"), [5], True)]
-    known = written_texts(speaking, user_header(speaking), rows)
-    assert any(text.startswith("howdoisort") for text in known)
+    said = message_text(speaking, user_frame(speaking), encode(speaking, "How do I sort?"))
+    assert normalised(said) == normalised("how do I   sort") == "howdoisort"
 
 
 def test_the_command_goes_on_where_it_was(tmp_path, tiny_folder, capsys):

@@ -11,6 +11,7 @@ from blockdraft.decode import Decoder
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from tests import tiny
+from tests.doubles import random_drafter
 
 
 def plain(query, keys, values, lengths, scale):
@@ -58,21 +59,24 @@ def test_other_shapes_are_left_to_sdpa(monkeypatch):
     torch.testing.assert_close(attend(query, keys, keys, lengths, 1.0), ours, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen2-sliding", "granite"])
-def test_prompts_in_one_pass_equal_prompts_alone(family):
-    """Ragged prompts together, then ragged steps: every row says what it says alone; windows, soft caps and sinks included."""
+def test_prompts_in_one_pass_equal_prompts_alone(family, drafted):
+    """Ragged prompts together, then ragged steps: every row says what it says alone, in as many rounds; windows, soft caps and
+    sinks included."""
     target = tiny.target(family)
     prompts = [tiny.prompt(length, length) for length in (3, 11, 1, 7)]
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     together, alone = ([Request(prompt, params, target) for prompt in prompts] for _ in range(2))
-    decoder = Decoder(target, None, 4, 40)
+    drafter = random_drafter(target) if drafted else None
+    decoder = Decoder(target, drafter, 4, 40)
     decoder.admit(together[0])
     decoder.admit_all(together[1:])
     while decoder.active:
         decoder.round()
     for request in alone:
-        single = Decoder(target, None, 1, 40)
+        single = Decoder(target, drafter, 1, 40)
         single.admit(request)
         while single.active:
             single.round()
-    assert [r.output for r in together] == [r.output for r in alone]
+    assert [(r.output, r.rounds, r.accepted_at) for r in together] == [(r.output, r.rounds, r.accepted_at) for r in alone]

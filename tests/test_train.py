@@ -191,6 +191,24 @@ def test_splits_and_kept_features_change_nothing(changes, place, tmp_path):
         assert len(other.features.of(range(len(other.run.documents.train)))) == len(other.run.documents.train)
 
 
+def test_bfloat16_products_learn_the_same(place, tmp_path):
+    """Weights and losses stay float32; the losses of the first steps are those of float32 within a few per cent."""
+    common = {"max_steps": 12, "kl_weight": 0.5}
+    exact, rough = make(place, tmp_path / "a", **common), make(place, tmp_path / "b", precision="bfloat16", **common)
+    for one, other in zip(steps(exact, 12), steps(rough, 12), strict=True):
+        assert one != other
+        assert one == pytest.approx(other, rel=0.03)
+    assert all(tensor.dtype == torch.float32 for tensor in weights(rough).values())
+
+
+def test_a_reduced_vocabulary_and_compiled_layers_learn_too(place, tmp_path):
+    reduced = make(place, tmp_path / "a", max_steps=40, vocabulary=40, learning_rate=1e-2)
+    losses = steps(reduced, 40)
+    assert losses[-1] < 0.5 * losses[0]
+    plain, compiled = make(place, tmp_path / "b"), make(place, tmp_path / "c", compile=True)
+    torch.testing.assert_close(steps(plain, 3), steps(compiled, 3), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("sharding", [{}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}], ids=["ddp", "fsdp2"])
 def test_two_processes_equal_one(sharding, place, tmp_path):
     """The loss is normalised over the global batch, and metrics are reduced once."""

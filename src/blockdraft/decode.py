@@ -146,10 +146,10 @@ class Decoder:
 
     def _plain_round(self) -> Round:
         logits = self.target.step(self.cache, self._anchors())
-        if all(request.sampler.plain_greedy for request in self.active):
-            tokens = best(logits).tolist()
-        else:
-            tokens = [request.sampler.choose(logits[i], request.ids) for i, request in enumerate(self.active)]
+        tokens = best(logits).tolist()
+        for i, request in enumerate(self.active):
+            if not request.sampler.plain_greedy:
+                tokens[i] = request.sampler.choose(logits[i], request.ids)
         for request, token in zip(self.active, tokens, strict=True):
             request.extend([token])
         return Round([(request, [token]) for request, token in zip(self.active, tokens, strict=True)], [0] * len(tokens))

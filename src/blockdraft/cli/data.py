@@ -1,10 +1,10 @@
 """``blockdraft data``: make a training corpus of the target's own answers."""
 
 import argparse
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from blockdraft.training.questions import Given
 
 CONTEXT = 512  # conversations are cut here
-ROUND_OF_MESSAGES = 512  # self-written messages are made and answered in rounds of this many
+IN_FLIGHT = 1024  # a run that goes on looks so many messages back for those that were on their way
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -127,10 +127,10 @@ def fill(
     given: "list[Given]",
     thinking: bool | None,
 ) -> None:
-    """Take in what is there, answer the given prompts, then write messages round by round and answer those."""
+    """Take in what is there, answer the given prompts, then write messages and answer those."""
     from blockdraft.progress import Progress
     from blockdraft.prompts import encode
-    from blockdraft.training.answering import Question, Tally, answer
+    from blockdraft.training.answering import Answering, Question, Tally
 
     take_in(args, target, corpus, given, thinking)
     tally = Tally()
@@ -139,10 +139,12 @@ def fill(
     elif given or args.self_synthesize:
         with Progress("Answering", len(given) + (args.self_synthesize or 0), unit="prompts") as progress:
             asked = (Question(q.key, q.source, encode(target, q.messages, thinking=thinking), q.licence) for q in given)
-            for _ in answer(target, corpus, asked, params, args.slots, CONTEXT, tally):
-                progress.update(tally.answers)
-                progress.note(tally.rate())
-            for _ in synthesize(args, target, corpus, params, thinking, tally):
+            answering = Answering(target, corpus, params, CONTEXT, args.slots, tally)
+            passes = [answering.given(asked)]
+            if args.self_synthesize:
+                first = max(0, corpus.last_written(args.seed) - IN_FLIGHT)
+                passes.append(answering.written(args.kinds.split(","), range(first, args.self_synthesize), args.seed, thinking))
+            for _ in itertools.chain(*passes):
                 progress.update(tally.answers)
                 progress.note(tally.rate())
     if tally.answers or tally.dropped:
@@ -168,29 +170,6 @@ def take_in(args: argparse.Namespace, target: "Target", corpus: "Corpus", given:
         if row.key not in corpus.keys:
             corpus.take(row, licence)
     corpus.seal()
-
-
-def synthesize(
-    args: argparse.Namespace,
-    target: "Target",
-    corpus: "Corpus",
-    params: "SamplingParams",
-    thinking: bool | None,
-    tally: "Tally",
-) -> Iterator[None]:
-    """Rounds of self-written messages and their answers; yields after every pass over answers."""
-    from blockdraft.training.answering import answer, write_messages
-    from blockdraft.training.synthesis import user_header, written_texts
-
-    if not args.self_synthesize:
-        return
-    known = written_texts(target, user_header(target), corpus.rows())
-    kinds = args.kinds.split(",")
-    first = corpus.last_written(args.seed) // ROUND_OF_MESSAGES * ROUND_OF_MESSAGES
-    for start in range(first, args.self_synthesize, ROUND_OF_MESSAGES):
-        numbers = range(start, min(start + ROUND_OF_MESSAGES, args.self_synthesize))
-        questions = write_messages(target, kinds, numbers, args.seed, args.slots, known, corpus.keys, tally, thinking)
-        yield from answer(target, corpus, iter(questions), params, args.slots, CONTEXT, tally)
 
 
 def ask_server(

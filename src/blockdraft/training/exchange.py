@@ -17,31 +17,24 @@ from blockdraft.store import write_whole
 from blockdraft.target import Target
 from blockdraft.training.corpus import Corpus, Row, identity
 from blockdraft.training.questions import Given
-from blockdraft.training.synthesis import user_header
+from blockdraft.training.synthesis import message_text, user_frame
 
 
 def export_answers(corpus: Corpus, target: Target, out: Path) -> int:
     """Write all rows of a corpus; returns how many."""
     lines = [json.dumps({"identity": corpus.identity}) + "\n"]
     thinking = corpus.identity.get("thinking")
+    frame = user_frame(target, thinking)
     for row in corpus.rows():
         entry: dict[str, Any] = {"key": row.key, "source": row.source, "answer_ids": row.answer, "finished": row.finished}
         if not row.key.startswith("given/"):
-            text = _message(target, row.prompt, thinking)
-            entry |= {"message": text} if text is not None else {"prompt_ids": row.prompt}
+            text = message_text(target, frame, row.prompt)
+            same = text.strip() and encode(target, text, thinking=thinking) == row.prompt
+            entry |= {"message": text} if same else {"prompt_ids": row.prompt}
         lines.append(json.dumps(entry, separators=(",", ":")) + "\n")
     content = gzip.compress("".join(lines).encode(), mtime=0)
     write_whole(out, lambda path: path.write_bytes(content))
     return len(lines) - 1
-
-
-def _message(target: Target, prompt: list[int], thinking: bool | None) -> str | None:
-    """The user's message whose encoding is exactly this prompt, if there is one."""
-    assert target.tokenizer is not None
-    header = user_header(target)
-    behind = len(encode(target, "x", thinking=thinking)) - len(header) - 1  # tokens of the template behind a message
-    text = str(target.tokenizer.decode(prompt[len(header) : len(prompt) - behind]))
-    return text if text.strip() and encode(target, text, thinking=thinking) == prompt else None
 
 
 def read_answers(path: Path, target: Target, given: Sequence[Given], thinking: bool | None = None) -> Iterator[Row | None]:

@@ -6,11 +6,9 @@ of message; without one a small model asks mostly for the same few things.
 
 import random
 from collections import Counter
-from collections.abc import Iterable
 
 from blockdraft.errors import UsageError
 from blockdraft.target import Target
-from blockdraft.training.corpus import Row
 
 # Opening phrases of users' messages, by kind.
 OPENINGS: dict[str, list[str]] = {
@@ -43,8 +41,8 @@ OPENINGS: dict[str, list[str]] = {
 }
 
 
-def user_header(target: Target) -> list[int]:
-    """Token ids of the chat template up to where the user's first message begins.
+def user_frame(target: Target, thinking: bool | None = None) -> tuple[list[int], list[int]]:
+    """Token ids of the chat template in front of the user's first message, and behind it up to where the answer begins.
 
     Raises:
         UsageError: the target has no chat template, or one that does not show the user's message as it is.
@@ -52,10 +50,20 @@ def user_header(target: Target) -> list[int]:
     tokenizer, mark = target.tokenizer, "MESSAGE OF THE USER"
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"{target.name} has no chat template, so it cannot write users' messages; give --prompts")
-    text = str(tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False))
+    messages = [{"role": "user", "content": mark}]
+    modes: dict[str, bool] = {} if thinking is None else {"enable_thinking": thinking}
+    text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **modes))
     if mark not in text:
         raise UsageError(f"the chat template of {target.name} hides the user's message; give --prompts")
-    return list(tokenizer(text[: text.index(mark)], add_special_tokens=False)["input_ids"])
+    before, _, behind = text.partition(mark)
+    header, tail = (list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, behind))
+    return header, tail
+
+
+def message_text(target: Target, frame: tuple[list[int], list[int]], prompt: list[int]) -> str:
+    """What the user said in a prompt of one message."""
+    assert target.tokenizer is not None
+    return str(target.tokenizer.decode(prompt[len(frame[0]) : len(prompt) - len(frame[1])], skip_special_tokens=True))
 
 
 def opening_of(kinds: list[str], seed: int, number: int) -> tuple[str, str]:
@@ -63,12 +71,6 @@ def opening_of(kinds: list[str], seed: int, number: int) -> tuple[str, str]:
     chance = random.Random(f"{seed}/{number}")
     kind = kinds[number % len(kinds)]
     return ("conversation", "") if chance.random() < 0.2 else (kind, chance.choice(OPENINGS[kind]))
-
-
-def written_texts(target: Target, header: list[int], rows: Iterable[Row]) -> set[str]:
-    """Normalised texts of the prompts in a corpus, to recognise near-duplicates by."""
-    assert target.tokenizer is not None
-    return {normalised(str(target.tokenizer.decode(row.prompt[len(header) :], skip_special_tokens=True))) for row in rows}
 
 
 def normalised(text: str) -> str:
