@@ -93,6 +93,21 @@ def test_a_damaged_shard_is_named(tmp_path):
         Corpus(tmp_path)
 
 
+def test_a_deleted_shard_is_made_up_for(tmp_path):
+    """What the message about a damaged one advises: the others are still read, and new rows find a new place."""
+    corpus = Corpus(tmp_path, WHO)
+    for number in range(3):
+        corpus.add(row(number))
+        corpus.seal()
+    del corpus
+    (tmp_path / "answers-00001.safetensors").unlink()
+    again = Corpus(tmp_path, WHO)
+    assert [r.key for r in again.rows()] == ["k0", "k2"]
+    again.add(row(1))
+    again.seal()
+    assert [r.key for r in Corpus(tmp_path).rows()] == ["k0", "k2", "k1"]
+
+
 def test_identity_tells_targets_templates_and_sampling_apart(speaking):
     who = identity(speaking, temperature=0.0)
     assert who == identity(speaking, temperature=0.0)
@@ -304,15 +319,14 @@ def test_given_questions_of_files_and_datasets(tmp_path):
     rows = [
         {"prompt": "Hi", "source": "a", "license": "MIT"},
         {"turns": ["One", "Two"]},
-        {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]},
+        {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
         {"prompt": "Hi"},
     ]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = {q.key: q for q in given_questions([str(tmp_path / "p.jsonl")], None, 0)}
     assert len(found) == 3  # the same message twice is one question
-    assert {(q.source, q.licence) for q in found.values()} == {("p", "unknown")} or ("a", "MIT") in {
-        (q.source, q.licence) for q in found.values()
-    }
+    assert all(message["role"] != "assistant" for q in found.values() for message in q.messages)  # nobody else's answer
+    assert {q.source for q in found.values()} == {"a", "p"} or {q.source for q in found.values()} == {"p"}
     folder = tmp_path / "dataset"
     folder.mkdir()
     talk = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}, {"from": "human", "value": "And?"}]
@@ -326,6 +340,8 @@ def test_given_questions_of_files_and_datasets(tmp_path):
         given_questions([str(folder)], None, 0)
     with pytest.raises(UsageError, match="neither a file nor a dataset"):
         given_questions([str(tmp_path / "nothing-here")], None, 0)
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "A"}]}))
+    assert given_questions([str(tmp_path / "talks.jsonl")], None, 0) == []
 
 
 def test_per_source_limits_each_source(tmp_path):
@@ -357,7 +373,9 @@ def test_answers_travel_in_one_compact_file(tmp_path, tiny_folder, capsys):
     assert "0 answers taken in, 2 to prompts that --prompts does not hold" in capsys.readouterr().err
     another = tiny.save_folder(tmp_path / "another", seed=5)
     assert ask(tmp_path / "four", another, "--answers", str(file)) == 2
-    assert "whose weights_sha256 is not that of" in capsys.readouterr().err
+    assert "with weights_sha256" in capsys.readouterr().err
+    assert ask(tmp_path / "warm", tiny_folder, "--answers", str(file), "--temperature", "1") == 2
+    assert "with temperature 0.0, the corpus has 1.0" in capsys.readouterr().err
     file.write_bytes(gzip.compress(b'{"prompt_ids": [5], "response_ids": [99999]}\n'))
     assert ask(tmp_path / "five", tiny_folder, "--answers", str(file)) == 2
     assert "line 1: no row of answers (ValueError: token ids outside of the vocabulary)" in capsys.readouterr().err
@@ -372,7 +390,7 @@ def test_self_written_prompts_travel_as_text(tmp_path, speaking):
     export_answers(corpus, speaking, tmp_path / "a.gz")
     content = gzip.decompress((tmp_path / "a.gz").read_bytes()).decode()
     assert "tell me about the sea" in content
-    assert list(read_answers(tmp_path / "a.gz", speaking, [])) == list(corpus.rows())
+    assert [found[0] for found in read_answers(tmp_path / "a.gz", speaking, [], corpus.identity)] == list(corpus.rows())
 
 
 def test_text_is_cut_into_rows(tmp_path, tiny_folder):
@@ -411,6 +429,7 @@ class Server(BaseHTTPRequestHandler):
     asked: ClassVar[list] = []
     busy: ClassVar[int] = 2
     ids: ClassVar[bool] = False
+    picky: ClassVar[int] = 0
 
     def do_GET(self):
         self.reply(200, {"data": [{"id": "the-model"}]})
@@ -422,6 +441,8 @@ class Server(BaseHTTPRequestHandler):
             return self.reply(503, {})
         if "return_token_ids" in body and not self.ids:
             return self.reply(400, {"error": "unknown field"})
+        if body["messages"][0]["content"] == "Question 3" and self.picky:
+            return self.reply(self.picky, {"error": "no"})
         type(self).asked.append(body)
         choice = {"finish_reason": "stop", "message": {"content": "a calm sea"}}
         if self.ids:
@@ -444,7 +465,7 @@ def test_answers_of_a_server(ids, tmp_path, tiny_folder, monkeypatch, capsys):
     from blockdraft.training import endpoint
 
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
-    Server.asked, Server.busy, Server.ids = [], 2, ids
+    Server.asked, Server.busy, Server.ids, Server.picky = [], 2, ids, 0
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     prompts = tmp_path / "p.jsonl"
@@ -461,6 +482,17 @@ def test_answers_of_a_server(ids, tmp_path, tiny_folder, monkeypatch, capsys):
         assert {tuple(row.prompt) for row in rows} == {tuple(encode(target, f"Question {i}")) for i in range(7)}
         assert ask(tmp_path / "c", tiny_folder, *arguments) == 0
         assert len(Server.asked) == 7  # nothing is asked twice
+        capsys.readouterr()
+        Server.picky = 400
+        assert ask(tmp_path / "refused", tiny_folder, *arguments) == 0
+        assert "1 refused by the server" in capsys.readouterr().err
+        Server.picky = 401
+        assert ask(tmp_path / "stranger", tiny_folder, *arguments) == 2
+        assert "refuses with status 401" in capsys.readouterr().err
+        Server.picky = 500
+        assert ask(tmp_path / "broken", tiny_folder, *arguments) == 1
+        assert "did not answer in 6 tries: status 500" in capsys.readouterr().err
+        assert len(Corpus(tmp_path / "broken").keys) > 0  # what came before is kept
     finally:
         server.shutdown()
         server.server_close()

@@ -46,6 +46,15 @@ def test_training_forward_equals_decoding_forward(variant, llama, sequence):
         torch.testing.assert_close(logits, decoded_logits(drafter, ids, features, int(anchor)), atol=1e-5, rtol=1e-5)
 
 
+def test_casts_keep_the_rotary_frequencies(llama):
+    """Rounded to bfloat16 they would be off by radians a few hundred positions on, in whatever dtype comes after."""
+    network = random_drafter(llama).network
+    exact = network.rotary.inv_freq.clone()
+    assert not torch.equal(exact, exact.bfloat16().float())
+    for cast in (torch.bfloat16, torch.float16, torch.float32):
+        assert torch.equal(network.to(cast).rotary.inv_freq, exact)
+
+
 @torch.no_grad()
 def changed(drafter, ids, features, anchors, documents=None, at=None, token=None):
     """Largest change of each block's logits when the feature of one position or the anchor token of one block changes."""

@@ -22,6 +22,7 @@ from blockdraft.training.batches import Batch
 from blockdraft.training.blocks import Blocks
 from blockdraft.training.corpus import Corpus, identity
 from blockdraft.training.evaluate import as_drafter, decode_held_out
+from blockdraft.training.initial import plain_norm
 from blockdraft.training.trainer import Trainer
 from tests import tiny
 from tests.training import RECIPE, make_corpus, recipe
@@ -183,12 +184,15 @@ def test_an_interrupted_run_stores_where_it_was(number, place, tmp_path, monkeyp
 @pytest.mark.parametrize("changes", [{"micro_rows": 1}, {"micro_rows": 3}, {"features": "memory"}, {"features": "disk"}], ids=str)
 def test_splits_and_kept_features_change_nothing(changes, place, tmp_path):
     """A batch in pieces, or features kept since the first epoch: the same losses to 1e-6 of their size."""
-    common = {"max_steps": 12, "kl_weight": 0.5, "feature_noise": 0.0}
+    common = {"max_steps": 12, "kl_weight": 0.5, "feature_noise": 0.1}
     one, other = make(place, tmp_path / "a", **common), make(place, tmp_path / "b", **common, **changes)
     torch.testing.assert_close(steps(one, 12), steps(other, 12), rtol=1e-6, atol=1e-6)
     if changes.get("features") == "disk":
-        other.features._compute = None  # a third reading computes nothing
-        assert len(other.features.of(range(len(other.run.documents.train)))) == len(other.run.documents.train)
+        other.features.flush()
+        third = make(place, tmp_path / "b", **common, **changes)
+        third.features._compute = None  # another process computes nothing
+        for ours, theirs in zip(third.features.of(range(16)), one.features.of(range(16)), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
 def test_bfloat16_products_learn_the_same(place, tmp_path):
@@ -202,9 +206,9 @@ def test_bfloat16_products_learn_the_same(place, tmp_path):
 
 
 def test_a_reduced_vocabulary_and_compiled_layers_learn_too(place, tmp_path):
-    reduced = make(place, tmp_path / "a", max_steps=40, vocabulary=40, learning_rate=1e-2)
-    losses = steps(reduced, 40)
-    assert losses[-1] < 0.5 * losses[0]
+    reduced = make(place, tmp_path / "a", max_steps=60, vocabulary=40, learning_rate=1e-2)
+    losses = steps(reduced, 60)
+    assert losses[-1] < 0.6 * losses[0]
     plain, compiled = make(place, tmp_path / "b"), make(place, tmp_path / "c", compile=True)
     torch.testing.assert_close(steps(plain, 3), steps(compiled, 3), rtol=1e-4, atol=1e-4)
 
@@ -341,8 +345,9 @@ def test_warm_start_goes_on_from_a_drafter(place, tmp_path):
     for name, tensor in weights(second).items():
         torch.testing.assert_close(tensor, load_file(folder / "model.safetensors")[name].float())
     assert steps(second, 1)[0] < 0.9 * steps(make(place, tmp_path / "third"), 1)[0]
-    with pytest.raises(UsageError, match="layers is 3, but the drafter in .* has 2"):
-        make(place, tmp_path / "fourth", init=str(folder), layers=3)
+    for key, value in (("layers", 3), ("heads", 8), ("window", 4), ("intermediate_size", 40), ("block_size", 4)):
+        with pytest.raises(UsageError, match=rf"{key} is {value}, but the drafter in .* has"):
+            make(place, tmp_path / "fourth", init=str(folder), **{key: value})
 
 
 def test_layers_of_the_target_are_a_start(place, tmp_path):
@@ -351,6 +356,24 @@ def test_layers_of_the_target_are_a_start(place, tmp_path):
     torch.testing.assert_close(ours.detach(), trainer.target.layers[-1].mlp.gate_proj.weight)
     with pytest.raises(UsageError, match=r"init is target, but its layers have \[48, 32\] for mlp.gate_proj.weight \[40, 32\]"):
         make(place, tmp_path / "other", init="target", intermediate_size=40)
+
+
+@pytest.mark.parametrize("family", ["gemma", "llama"])
+def test_norms_of_another_kind_are_not_copied(family):
+    """Gemma's norm weighs by 1 + w: shapes fit, and the scale would be wrong."""
+    layer = tiny.model(family).model.layers[-1]
+    torch.nn.init.normal_(layer.input_layernorm.weight, 1.0, 0.3)
+    assert plain_norm(layer.input_layernorm) == (family == "llama")
+
+
+def test_the_best_drafter_is_there_before_the_end(place, tmp_path):
+    trainer = make(place, tmp_path / "run", max_steps=20, evaluate_every=5)
+    trainer._enter()
+    for _ in range(5):
+        trainer._step()
+        trainer.step += 1
+    trainer._look_and_keep()
+    assert load_drafter(tmp_path / "run" / "drafter", trainer.target).block_size == 8
 
 
 def test_early_stopping_and_kept_checkpoints(place, tmp_path):
@@ -382,6 +405,9 @@ BAD = {
     "not a corpus": (["corpus=nowhere"], "nowhere is not a corpus"),
     "flex on a cpu": (["attention=flex"], "attention is flex, which has no gradients on a CPU"),
     "no drafter": (["init=nowhere"], "init is 'nowhere'; it must be scratch, target, or a drafter folder"),
+    "muon's rate": (["muon_learning_rate=0.1"], "muon_learning_rate has no effect with optimizer adamw"),
+    "tracker": (["trackers=[foo]"], "tracker 'foo' is unknown"),
+    "tracker's package": (["trackers=[wandb]"], "tracker 'wandb' is not installed"),
     "heads": (["heads=4", "kv_heads=3"], "must be a multiple"),
 }
 
@@ -406,6 +432,23 @@ def test_a_corpus_of_another_target_is_refused(place, tmp_path):
     Corpus(tmp_path / "templated", identity(target))
     with pytest.raises(UsageError, match="template_sha256 differs"):
         Trainer(recipe(place / "target", tmp_path / "templated", tmp_path / "run"))
+
+
+def test_a_corpus_serves_every_dtype(place, tmp_path):
+    """Who a target is does not depend on the dtype it was loaded in."""
+    assert identity(load_target(place / "target", dtype="float32")) == identity(load_target(place / "target", dtype="bfloat16"))
+
+
+def test_texts_with_one_beginning_are_not_one_text(place, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"{number}.txt").write_text("the same licence stands at the head of every file " * 2 + f"{number} " * 40)
+    assert (
+        main(["data", str(tmp_path / "text"), "--target", str(place / "target"), "--dtype", "float32", "--text", str(folder)]) == 0
+    )
+    trainer = Trainer(recipe(place / "target", tmp_path / "text", tmp_path / "run", held_out=1, sequence_length=600, block_size=4))
+    assert (len(trainer.run.documents.train), trainer.run.documents.dropped) == (4, 0)
 
 
 def test_a_damaged_shard_is_refused(place, tmp_path):
@@ -454,9 +497,9 @@ def test_a_full_disk_is_refused_before_the_first_step(place, tmp_path, monkeypat
 
 
 def test_kept_features_of_something_else_are_refused(place, tmp_path):
-    make(place, tmp_path / "run", features="disk")
+    make(place, tmp_path / "run", features="disk").features.flush()
     with pytest.raises(UsageError, match=r"holds features of another taps \(\[0, 1, 3\]\); delete the folder"):
-        make(place, tmp_path / "run", features="disk", taps=[0, 2, 3])
+        steps(make(place, tmp_path / "run", features="disk", taps=[0, 2, 3]), 1)
 
 
 def test_a_plan_writes_nothing(place, tmp_path, capsys):
@@ -464,7 +507,7 @@ def test_a_plan_writes_nothing(place, tmp_path, capsys):
     arguments = [f"{key}={json.dumps(value)}" for key, value in vars(config).items()]
     assert main(["train", *arguments, "--plan"]) == 0
     printed = capsys.readouterr().out
-    for word in ("16 conversations, 384 answer tokens; 4 held out", "parameters", "blocks", "GFLOP", "memory", "D-PACE 0.5"):
+    for word in ("16 conversations, 384 answer tokens", "4 held out", "parameters", "blocks", "GFLOP", "memory", "D-PACE 0.5"):
         assert word in printed
     assert not (tmp_path / "run").exists()
 

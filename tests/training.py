@@ -99,7 +99,7 @@ def train_tiny(target: Target, steps: int = 120) -> DFlashDrafter:
             positions = torch.arange(len(ids))[None]
             hidden = blocks(embeddings, features, anchors[None], positions, torch.zeros_like(positions), width)[0, :, 1:]
             labels = ids[anchors[:, None] + torch.arange(1, width)]
-            total, weight, *_ = BlockLoss.apply(hidden, labels, torch.ones_like(labels).bool(), None, None, words, LossRule())
+            total, weight, *_ = BlockLoss.apply(hidden, labels, torch.ones_like(labels).bool(), None, words, LossRule())
             optimizer.zero_grad()
             (total / weight).backward()
             optimizer.step()

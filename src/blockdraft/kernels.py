@@ -19,7 +19,9 @@ from torch import Tensor
 from blockdraft.store import store_folder
 
 SOURCE = Path(__file__).with_name("attend.c")
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC")
+# Sums may be reordered. Not -ffast-math: with some compilers a library built so changes how the whole process rounds tiny numbers.
+REORDER = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-freciprocal-math")
+FLAGS = ("-O3", "-march=native", *REORDER, "-fopenmp", "-shared", "-fPIC")
 MOST_QUERIES, MOST_SIZE = 32, 256  # as in the source
 
 

@@ -215,6 +215,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         write(beside)
         fsync(beside)
         os.replace(beside, path)
+    except SafetensorError as error:  # a full disk, in safetensors' words
+        raise BlockdraftError(f"cannot write {path}: {error}") from error
     finally:
         beside.unlink(missing_ok=True)
 

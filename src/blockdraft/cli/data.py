@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from blockdraft.training.questions import Given
 
 CONTEXT = 512  # conversations are cut here
-IN_FLIGHT = 1024  # a run that goes on looks so many messages back for those that were on their way
+IN_FLIGHT = 16  # for each slot, so many messages back a run that goes on looks for those that were on their way
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -132,17 +132,17 @@ def fill(
     from blockdraft.prompts import encode
     from blockdraft.training.answering import Answering, Question, Tally
 
-    take_in(args, target, corpus, given, thinking)
+    take_in(args, target, corpus, given)
     tally = Tally()
     if args.endpoint:
-        ask_server(args, target, corpus, params, given, thinking, tally)
+        ask_server(args, target, corpus, params, given, tally)
     elif given or args.self_synthesize:
         with Progress("Answering", len(given) + (args.self_synthesize or 0), unit="prompts") as progress:
             asked = (Question(q.key, q.source, encode(target, q.messages, thinking=thinking), q.licence) for q in given)
             answering = Answering(target, corpus, params, CONTEXT, args.slots, tally)
             passes = [answering.given(asked)]
             if args.self_synthesize:
-                first = max(0, corpus.last_written(args.seed) - IN_FLIGHT)
+                first = max(0, corpus.last_written(args.seed) - IN_FLIGHT * args.slots)
                 passes.append(answering.written(args.kinds.split(","), range(first, args.self_synthesize), args.seed, thinking))
             for _ in itertools.chain(*passes):
                 progress.update(tally.answers)
@@ -151,18 +151,18 @@ def fill(
         print(f"blockdraft: {tally.summary()}", file=sys.stderr)
 
 
-def take_in(args: argparse.Namespace, target: "Target", corpus: "Corpus", given: "list[Given]", thinking: bool | None) -> None:
+def take_in(args: argparse.Namespace, target: "Target", corpus: "Corpus", given: "list[Given]") -> None:
     """Rows that need no generation: answers made elsewhere, and text."""
     from blockdraft.training.exchange import read_answers
     from blockdraft.training.texts import text_rows
 
     added = missing = 0
     for file in args.answers:
-        for row in read_answers(file, target, given, thinking):
-            if row is None:
+        for found in read_answers(file, target, given, corpus.identity):
+            if found is None:
                 missing += 1
-            elif row.key not in corpus.keys:
-                corpus.take(row)
+            elif found[0].key not in corpus.keys:
+                corpus.take(*found)
                 added += 1
     if args.answers:
         print(f"blockdraft: {added} answers taken in, {missing} to prompts that --prompts does not hold", file=sys.stderr)
@@ -178,7 +178,6 @@ def ask_server(
     corpus: "Corpus",
     params: "SamplingParams",
     given: "list[Given]",
-    thinking: bool | None,
     tally: "Tally",
 ) -> None:
     """All given prompts, asked of a server; its key is read from OPENAI_API_KEY."""
@@ -194,7 +193,7 @@ def ask_server(
 
     async def asking() -> None:
         with Progress("Asking", len(given), unit="prompts") as progress:
-            work = asyncio.create_task(endpoint.answer(target, corpus, given, params, thinking, args.slots, tally))
+            work = asyncio.create_task(endpoint.answer(target, corpus, given, params, CONTEXT, args.slots, tally))
             while not work.done():
                 await asyncio.wait({work}, timeout=0.5)
                 progress.update(tally.answers)
@@ -203,5 +202,5 @@ def ask_server(
 
     try:
         asyncio.run(asking())
-    except* (UsageError, OSError) as group:
+    except ExceptionGroup as group:
         raise group.exceptions[0] from None

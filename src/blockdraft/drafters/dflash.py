@@ -126,6 +126,13 @@ class DFlash(nn.Module):
         self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(c)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DFlash":
+        """Casts and moves never touch the rotary frequencies' precision: rounded to bfloat16 they are off by radians a few hundred
+        positions on."""
+        super()._apply(fn, recurse)
+        self.rotary = Qwen3RotaryEmbedding(self.config.backbone).to(self.fc.weight.device)
+        return self
+
     def linears(self) -> list[list[nn.Linear]]:
         """The linear layers in groups that always read the same tensor; only block rows have queries."""
         groups = [[self.fc]]

@@ -163,7 +163,8 @@ class Answering:
                     continue
                 kind, phrase = opening_of(kinds, seed, number)
                 opening = list(tokenizer(phrase, add_special_tokens=False)["input_ids"]) if phrase else []
-                yield Request([*frame[0], *opening], params, self.target, number, detokenize=False), take(number, kind, opening)
+                request = Request([*frame[0], *opening], params, self.target, number, self.context, detokenize=False)
+                yield request, take(number, kind, opening)
 
         waiting = messages()
 

@@ -55,6 +55,7 @@ class Batch:
         real: ``[rows, anchors]`` bool; False fills up the shape and carries no loss.
         foreign: ``[rows, anchors]`` bool, blocks in documents that the target did not write.
         members: for each row its documents, by index, in order.
+        keys: for each row its epoch and number (-1: an empty row): what its noise depends on.
     """
 
     ids: Tensor
@@ -64,12 +65,13 @@ class Batch:
     real: Tensor
     foreign: Tensor
     members: list[list[int]]
+    keys: list[tuple[int, int]]
 
     def to(self, device: torch.device) -> "Batch":
         ids, positions, documents, anchors, real, foreign = (
             x.to(device) for x in (self.ids, self.positions, self.documents, self.anchors, self.real, self.foreign)
         )
-        return Batch(ids, positions, documents, anchors, real, foreign, self.members)
+        return Batch(ids, positions, documents, anchors, real, foreign, self.members, self.keys)
 
     def labels(self, block_size: int) -> tuple[Tensor, Tensor]:
         """Tokens ``[rows, anchors, block - 1]`` behind each anchor, and which of them are inside its document."""
@@ -163,7 +165,8 @@ class Batches:
                 real[i, : len(drawn)] = True
                 theirs = torch.tensor([self.documents[index].foreign for index in members[-1]])
                 foreign[i, : len(drawn)] = theirs[documents[i, drawn]]
-        return Batch(ids, positions, documents, anchors, real, foreign, members)
+        keys = [(epoch, -1 if row is None else row) for row in rows]
+        return Batch(ids, positions, documents, anchors, real, foreign, members, keys)
 
 
 def draw_anchors(eligible: Sequence[Tensor], count: int, seed: int) -> Tensor:

@@ -9,16 +9,20 @@ from torch import Tensor
 
 from blockdraft.drafters.dflash import DFlash
 from blockdraft.formats import zlab
+from blockdraft.load import load_drafter
 from blockdraft.store import write_whole
 from blockdraft.training.config import TrainConfig
-from blockdraft.training.evaluate import Real, as_drafter, by_source, decode_held_out
+from blockdraft.training.evaluate import Real, by_source, decode_held_out
 from blockdraft.training.run import Run
 
+Measured = dict[str, tuple[Real, Real]]
 
-def write_drafter(run: Run, folder: Path, weights: dict[str, Tensor], step: int) -> Path:
-    """Write weights ``weights`` of ``step`` in bfloat16, measure them on held-out prompts, and write ``README.md``.
 
-    The drafter is read by ``blockdraft generate --drafter FOLDER``. ``target.json`` names the target it was trained for.
+def write_drafter(run: Run, folder: Path, weights: dict[str, Tensor], step: int, measured: Measured | None = None) -> Path:
+    """Write the weights of ``step`` in bfloat16, ``target.json`` (the target they were learnt from) and ``README.md``.
+
+    Args:
+        measured: by source of held-out prompts, plain decoding and the same prompts with the drafter; None: not yet.
     """
     folder.mkdir(parents=True, exist_ok=True)
     network = DFlash(run.network.config)
@@ -31,14 +35,14 @@ def write_drafter(run: Run, folder: Path, weights: dict[str, Tensor], step: int)
         "weights_sha256": run.target.digest,
     }
     write_whole(folder / "target.json", lambda path: path.write_text(json.dumps(who, indent=1) + "\n"))
-    card = model_card(run, step, measure(run, weights))
+    card = model_card(run, step, measured or {})
     write_whole(folder / "README.md", lambda path: path.write_text(card))
     return folder
 
 
-def measure(run: Run, weights: dict[str, Tensor]) -> dict[str, tuple[Real, Real]]:
-    """For each source of held-out prompts, one prompt at a time: plain decoding, then the same prompts with the drafter."""
-    drafter = as_drafter(run.network, weights, run.target)
+def measure(run: Run, folder: Path) -> Measured:
+    """The drafter as it was written, one prompt at a time: plain decoding, then the same prompts with the drafter."""
+    drafter = load_drafter(folder, run.target)
     tokens = run.config.evaluate_tokens
     found = {}
     for source, documents in by_source(run.documents.held_out, 4).items():
@@ -48,7 +52,7 @@ def measure(run: Run, weights: dict[str, Tensor]) -> dict[str, tuple[Real, Real]
     return found
 
 
-def model_card(run: Run, step: int, measured: dict[str, tuple[Real, Real]]) -> str:
+def model_card(run: Run, step: int, measured: Measured) -> str:
     """The card as Markdown."""
     c, parameters = run.network.config, sum(p.numel() for p in run.network.parameters())
     documents, tokens = run.documents, run.documents.tokens
@@ -60,13 +64,14 @@ def model_card(run: Run, step: int, measured: dict[str, tuple[Real, Real]]) -> s
         f"| {source} | {_number(real.tau)} | {_number(real.first_slot)} | {plain.seconds / real.seconds:.2f}x |"
         for source, (plain, real) in sorted(measured.items())
     )
-    data = "\n".join(f"| {source} | {count:,} |" for source, count in sorted(tokens.items()))
+    licences = {source: ", ".join(sorted(documents.licences.get(source, {"unknown"}))) for source in tokens}
+    data = "\n".join(f"| {source} | {count:,} | {licences[source]} |" for source, count in sorted(tokens.items()))
     made = ", ".join(f"{key} {value}" for key, value in sorted(documents.made_with.items()))
     sizes = f"{c.backbone.num_hidden_layers} layers of width {c.backbone.hidden_size}, {parameters:,} parameters in bfloat16"
     slots = f"block {c.block_size}, tapped layers {list(c.taps)}, mask token {c.mask_token_id}"
     how = f"{run.config.evaluate_tokens} tokens, {str(run.target.dtype).removeprefix('torch.')} on {run.target.device}"
     return f"""---
-license: apache-2.0
+license: other
 tags: [dflash, speculative-decoding]
 ---
 # A DFlash drafter for {run.target.name}
@@ -92,8 +97,8 @@ plain decoding of the same prompts by the same engine is the baseline. Few promp
 The target's own answers ({made}): {sum(tokens.values()):,} tokens in
 {len(documents.train):,} conversations; {len(documents.held_out)} more were held out.
 
-| source | answer tokens |
-|---|---|
+| source | answer tokens | licence of the prompts |
+|---|---|---|
 {data}
 
 ## Recipe

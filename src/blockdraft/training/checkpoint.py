@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class Checkpoints:
             shutil.rmtree(self._place(step), ignore_errors=True)
             os.rename(beside, self._place(step))
             fsync(self.folder)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(beside, ignore_errors=True)
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             raise BlockdraftError(f"cannot store the checkpoint of step {step} in {self.folder}: {reason}") from error

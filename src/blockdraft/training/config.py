@@ -38,9 +38,7 @@ class TrainConfig:
     seed: int = option(0, "decides initial weights, order, anchors, noise")
 
     # ---- the drafter
-    init: str = option(
-        "target", "first weights: scratch, target (its last layers), or a drafter folder, which decides the sizes too"
-    )
+    init: str = option("target", "first weights: scratch, target (its last layers), or a drafter folder of the same sizes")
     layers: int = option(4, "drafter layers", least=1)
     block_size: int = option(8, "slots of a block, the anchor included", least=2)
     taps: list[int] = option([], "tapped target layers, 0-based outputs; empty: as many as layers, evenly spread")
@@ -106,6 +104,8 @@ class TrainConfig:
             raise UsageError("kl_top_k has no effect while kl_weight is 0; raise kl_weight or leave kl_top_k out")
         if self.gamma is not None and self.dpace is not None:
             raise UsageError("gamma and dpace are two rules for the same weights; leave one of them out")
+        if self.optimizer != "muon" and self.muon_learning_rate != 0.02:
+            raise UsageError("muon_learning_rate has no effect with optimizer adamw; use optimizer=muon or leave it out")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UsageError(f"betas is {self.betas}; it must be two numbers from 0 to below 1")
 

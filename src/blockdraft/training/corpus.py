@@ -49,10 +49,13 @@ def identity(target: Target, **settings: object) -> dict[str, Any]:
         settings: sampling and whatever else decides what an answer is.
     """
     assert target.tokenizer is not None
+    # The dtype it was loaded in and the version that wrote the config do not change who it is.
+    passing = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
+    architecture = {key: value for key, value in target.config.to_dict().items() if key not in passing}
     return {
         "target": target.name,
         "weights_sha256": digest_of(target),
-        "config_sha256": _sha(target.config.to_json_string()),
+        "config_sha256": _sha(json.dumps(architecture, sort_keys=True, default=str)),
         "tokenizer_sha256": _sha(target.tokenizer.backend_tokenizer.to_str()),
         "template_sha256": _sha(target.tokenizer.chat_template or ""),
         **settings,
@@ -98,7 +101,6 @@ class Corpus:
         self.counts: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.keys: set[str] = set()
-        self._shards = len(list(folder.glob("answers-*.safetensors")))
         for row in self._sharded_rows():
             self._note(row)
         # A kill between shard and journal leaves rows in both.
@@ -151,8 +153,9 @@ class Corpus:
         """Move what is pending into a shard."""
         if not self._pending:
             return
-        write_whole(self._shard(self._shards), lambda path: _write_shard(path, self._pending))
-        self._shards += 1
+        last = max((int(path.stem.removeprefix("answers-")) for path in self._shards()), default=-1)
+        shard = self.folder / f"answers-{last + 1:05d}.safetensors"
+        write_whole(shard, lambda path: _write_shard(path, self._pending))
         self._pending = []
         self._write_pending()
         self._write_manifest()
@@ -174,12 +177,12 @@ class Corpus:
         }
         write_whole(self.folder / "corpus.json", lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
 
-    def _shard(self, number: int) -> Path:
-        return self.folder / f"answers-{number:05d}.safetensors"
+    def _shards(self) -> list[Path]:
+        return sorted(self.folder.glob("answers-*.safetensors"))
 
     def _sharded_rows(self) -> Iterator[Row]:
-        for number in range(self._shards):
-            yield from self._read_shard(self._shard(number))
+        for shard in self._shards():
+            yield from self._read_shard(shard)
 
     def _read_pending(self) -> list[Row]:
         path = self.folder / "pending.jsonl"

@@ -10,7 +10,7 @@ from blockdraft.errors import UsageError
 from blockdraft.sampling import counter_uniform
 from blockdraft.target import Target
 from blockdraft.training.batches import Document
-from blockdraft.training.corpus import Corpus, identity
+from blockdraft.training.corpus import TEXT, Corpus, identity
 
 # What must be equal between a corpus and the target it trains a drafter for.
 WHO = ("target", "weights_sha256", "config_sha256", "tokenizer_sha256", "template_sha256")
@@ -24,6 +24,7 @@ class Documents:
         train, held_out: disjoint.
         tokens: answer tokens of the training documents, by source.
         dropped, cut: conversations without a place for a block, and those longer than a row.
+        licences: of the prompts, by source.
         made_with: thinking mode and sampling of the corpora.
     """
 
@@ -32,6 +33,7 @@ class Documents:
     tokens: Counter[str] = field(default_factory=Counter)
     dropped: int = 0
     cut: int = 0
+    licences: dict[str, set[str]] = field(default_factory=dict)
     made_with: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,13 +58,16 @@ def read_documents(corpora: Sequence[str], target: Target, length: int, held_out
                 f"corpus {place} was made with thinking {made_with['thinking']!r}, another with {found.made_with['thinking']!r}"
             )
         found.made_with |= made_with
+        for source, names in corpus.licences.items():
+            found.licences[source] = found.licences.get(source, set()) | names
         for row in corpus.rows():
             ids = [*row.prompt, *row.answer][:length]
             found.cut += len(row.prompt) + len(row.answer) > length
-            if len(ids) < len(row.prompt) + 2 or tuple(row.prompt) in seen:
+            asked = tuple(ids) if row.source == TEXT else tuple(row.prompt)
+            if len(ids) < len(row.prompt) + 2 or asked in seen:
                 found.dropped += 1
                 continue
-            seen.add(tuple(row.prompt))
+            seen.add(asked)
             found.train.append(Document(row.key, row.source, ids, len(row.prompt)))
     if len(found.train) <= held_out:
         raise UsageError(f"held_out is {held_out}, but the corpus has only {len(found.train)} conversations; hold out fewer")

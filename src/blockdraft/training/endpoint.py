@@ -43,13 +43,16 @@ class Endpoint:
         corpus: Corpus,
         questions: Sequence[Given],
         params: SamplingParams,
-        thinking: bool | None,
+        context: int,
         at_once: int,
         tally: Tally,
     ) -> None:
         """Ask what the corpus does not hold yet, ``at_once`` questions at a time; every answer is stored as it comes.
 
-        Raises:
+        Args:
+            context: most tokens of a conversation.
+
+        Raises (in an ExceptionGroup, if one of several questions failed):
             UsageError: no server there, or it refuses the request; says what it said.
             BlockdraftError: it failed ``TRIES`` times in a row.
         """
@@ -59,14 +62,22 @@ class Endpoint:
         async with httpx.AsyncClient(headers=headers, timeout=600, limits=limits, trust_env=False) as client:
             if not self.model:
                 listed = await self._call(client, "GET", "/models", None)
+                assert listed is not None
                 self.model = listed["data"][0]["id"]
 
+            thinking = corpus.identity.get("thinking")
+
             async def one(question: Given) -> None:
+                prompt = encode(target, question.messages, thinking=thinking)
+                if len(prompt) >= context - 8:
+                    tally.dropped["prompts too long"] += 1
+                    return
+                body = self._body(question, params, thinking, context - len(prompt))
                 async with gate:
-                    found = await self._call(client, "POST", "/chat/completions", self._body(question, params, thinking))
-                row = _row(target, question, found, thinking)
+                    found = await self._call(client, "POST", "/chat/completions", body)
+                row = None if found is None else _row(target, question, found, prompt)
                 if row is None:
-                    tally.dropped["empty answers"] += 1
+                    tally.dropped["refused by the server" if found is None else "empty answers"] += 1
                     return
                 corpus.add(row, question.licence)
                 tally.answers += 1
@@ -77,11 +88,11 @@ class Endpoint:
                     if question.key not in corpus.keys:
                         group.create_task(one(question))
 
-    def _body(self, question: Given, params: SamplingParams, thinking: bool | None) -> dict[str, Any]:
+    def _body(self, question: Given, params: SamplingParams, thinking: bool | None, room: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": question.messages,
-            "max_tokens": params.max_new_tokens,
+            "max_tokens": min(params.max_new_tokens, room),
             "temperature": params.temperature,
             "return_token_ids": True,
         }
@@ -91,7 +102,8 @@ class Endpoint:
             body["chat_template_kwargs"] = {"enable_thinking": thinking}
         return body
 
-    async def _call(self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    async def _call(self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The server's reply; None if it refuses this one question (status 400)."""
         reason = ""
         for attempt in range(TRIES):
             if attempt:
@@ -106,6 +118,8 @@ class Endpoint:
             if response.status_code == 400 and body is not None and "return_token_ids" in body:
                 body = {name: value for name, value in body.items() if name != "return_token_ids"}  # a server that knows it not
                 continue
+            if response.status_code == 400 and body is not None:
+                return None
             if response.status_code == 429 or response.status_code >= 500:
                 reason = f"status {response.status_code}"
                 continue
@@ -115,10 +129,9 @@ class Endpoint:
         raise BlockdraftError(f"{self.url}{path} did not answer in {TRIES} tries: {reason}; the same command goes on from there")
 
 
-def _row(target: Target, question: Given, found: dict[str, Any], thinking: bool | None) -> Row | None:
+def _row(target: Target, question: Given, found: dict[str, Any], prompt: list[int]) -> Row | None:
     choice = found["choices"][0]
     finished = choice["finish_reason"] == "stop"
-    prompt = encode(target, question.messages, thinking=thinking)
     ids = choice.get("token_ids")
     if ids is None:
         assert target.tokenizer is not None

@@ -15,7 +15,7 @@ from blockdraft.errors import UsageError
 from blockdraft.prompts import encode
 from blockdraft.store import write_whole
 from blockdraft.target import Target
-from blockdraft.training.corpus import Corpus, Row, identity
+from blockdraft.training.corpus import Corpus, Row
 from blockdraft.training.questions import Given
 from blockdraft.training.synthesis import message_text, user_frame
 
@@ -37,12 +37,17 @@ def export_answers(corpus: Corpus, target: Target, out: Path) -> int:
     return len(lines) - 1
 
 
-def read_answers(path: Path, target: Target, given: Sequence[Given], thinking: bool | None = None) -> Iterator[Row | None]:
-    """Rows of a file; None for an answer to a given prompt that is not among ``given``.
+def read_answers(path: Path, target: Target, given: Sequence[Given], who: dict[str, Any]) -> Iterator[tuple[Row, str] | None]:
+    """Rows of a file, each with the licence of its prompt; None for an answer to a given prompt that is not among ``given``.
+
+    Args:
+        who: identity of the corpus that takes them in.
 
     Raises:
-        UsageError: not such a file, or the answers of another target; names the line, or what differs.
+        UsageError: not such a file, or answers of another target, thinking mode or temperature; names the line, or what differs.
     """
+    thinking = who.get("thinking")
+    licences = {question.key: question.licence for question in given}
     prompts = {question.key: encode(target, question.messages, thinking=thinking) for question in given}
     sources = {question.key: question.source for question in given}
     by_ids = {tuple(ids): key for key, ids in prompts.items()}
@@ -57,21 +62,24 @@ def read_answers(path: Path, target: Target, given: Sequence[Given], thinking: b
         try:
             entry = json.loads(line)
             if "identity" in entry:
-                _refuse_another(path, entry["identity"], target)
+                _refuse_another(path, entry["identity"], who)
                 continue
             row = _plain(entry, by_ids, sources, target) if "response_ids" in entry else _compact(entry, prompts, target, thinking)
             if row is not None and not all(0 <= token < target.embedding.num_embeddings for token in (*row.prompt, *row.answer)):
                 raise ValueError("token ids outside of the vocabulary")
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path}, line {number}: no row of answers ({type(error).__name__}: {error})") from error
-        yield row
+        yield None if row is None else (row, licences.get(row.key, "the target's"))
 
 
-def _refuse_another(path: Path, found: dict[str, Any], target: Target) -> None:
-    who = identity(target)
-    differing = [key for key in who if key != "target" and found.get(key) != who[key]]
+def _refuse_another(path: Path, found: dict[str, Any], who: dict[str, Any]) -> None:
+    lengths = ("target", "max_new_tokens", "context")  # answers of other lengths are the target's all the same
+    differing = [key for key in who if key not in lengths and found.get(key) != who[key]]
     if differing:
-        raise UsageError(f"{path} holds answers of {found.get('target')}, whose {differing[0]} is not that of {target.name}")
+        key = differing[0]
+        raise UsageError(
+            f"{path} holds answers of {found.get('target')} with {key} {found.get(key)!r}, the corpus has {who[key]!r}"
+        )
 
 
 def _compact(entry: dict[str, Any], prompts: dict[str, list[int]], target: Target, thinking: bool | None) -> Row | None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,11 @@ class Features:
                 known[index] = value
                 self._keep(index, value)
         return [known[i] for i in indices]
+
+    def flush(self) -> None:
+        """Make features on disk last; what is computed after this is computed again after a kill."""
+        if self._disk is not None:
+            self._disk.flush()
 
     def rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Features ``[rows, length, taps * hidden]`` of packed rows, zero on padding, and what the head reads, if kept."""
@@ -140,12 +146,13 @@ class Disk:
                     f"features take {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; "
                     "use features=online, or another out"
                 )
-            for name, size in (("features.bin", shape[0] * shape[1]), ("there.bin", len(lengths))):
-                with (folder / name).open("wb") as file:
-                    file.truncate(size)
+            with (folder / "features.bin").open("wb") as file:
+                reserve(file.fileno(), needed)
+            write_whole(folder / "there.bin", lambda path: path.write_bytes(bytes(len(lengths))))
             write_whole(manifest, lambda path: path.write_text(json.dumps(identity, indent=1) + "\n"))
         self._bytes = np.memmap(folder / "features.bin", np.uint8, "r+", shape=shape)
-        self._there = np.memmap(folder / "there.bin", np.uint8, "r+", shape=(len(lengths),))
+        self._flags = folder / "there.bin"
+        self._there = bytearray(self._flags.read_bytes())
 
     def read(self, index: int) -> Tensor | None:
         if not self._there[index]:
@@ -156,3 +163,16 @@ class Disk:
     def write(self, index: int, value: Tensor) -> None:
         self._bytes[self._starts[index] : self._starts[index + 1]] = value.cpu().contiguous().view(torch.uint8).numpy()
         self._there[index] = 1
+
+    def flush(self) -> None:
+        """Make what was written so far last: first the features, then the flags that promise them."""
+        self._bytes.flush()
+        write_whole(self._flags, lambda path: path.write_bytes(self._there))
+
+
+def reserve(file: int, size: int) -> None:
+    """Give an open file its whole size on the disk, where the system can: a sparse one would fail later, in mid-write."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.truncate(file, size)

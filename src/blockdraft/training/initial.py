@@ -40,11 +40,16 @@ def _from_drafter(config: TrainConfig, target: Target) -> DFlash:
     if not folder.is_dir():
         raise UsageError(f"init is {config.init!r}; it must be scratch, target, or a drafter folder")
     network = zlab.read(folder).float()
-    found = network.config
+    found, sizes = network.config, network.config.backbone
     for name, value, theirs in (
         ("layers", config.layers, found.backbone.num_hidden_layers),
         ("block_size", config.block_size, found.block_size),
         ("taps", tuple(config.taps) or found.taps, found.taps),
+        ("heads", config.heads or sizes.num_attention_heads, sizes.num_attention_heads),
+        ("kv_heads", config.kv_heads or sizes.num_key_value_heads, sizes.num_key_value_heads),
+        ("head_dim", config.head_dim or sizes.head_dim, sizes.head_dim),
+        ("intermediate_size", config.intermediate_size or sizes.intermediate_size, sizes.intermediate_size),
+        ("window", config.window or found.windows[0], found.windows[0]),
         ("mask_token_id", found.mask_token_id if config.mask_token_id is None else config.mask_token_id, found.mask_token_id),
     ):
         if value != theirs:
@@ -139,6 +144,8 @@ def _copy_last_layers(network: DFlash, target: Target) -> None:
         for name, tensor in state.items():
             if name.endswith(("q_norm.weight", "k_norm.weight")) and name not in source:
                 continue  # most targets have no such norms: they start as ones
+            if name.endswith("norm.weight") and name in source and not plain_norm(theirs.get_submodule(name[: -len(".weight")])):
+                continue  # a norm of another kind (Gemma's weighs by 1 + w): ours starts as ones
             if name not in source or source[name].shape != tensor.shape:
                 found = list(source[name].shape) if name in source else "nothing of that name"
                 raise UsageError(
@@ -146,6 +153,17 @@ def _copy_last_layers(network: DFlash, target: Target) -> None:
                 )
             state[name] = source[name].float().cpu()
         ours.load_state_dict(state)
-    norm = getattr(target.final_norm, "weight", None)
-    if norm is not None and norm.shape == network.norm.weight.shape:
-        network.norm.load_state_dict({"weight": norm.detach().float().cpu()})
+    norm = target.final_norm
+    weight = getattr(norm, "weight", None)
+    if norm is not None and weight is not None and weight.shape == network.norm.weight.shape and plain_norm(norm):
+        network.norm.load_state_dict({"weight": weight.detach().float().cpu()})
+
+
+def plain_norm(norm: torch.nn.Module) -> bool:
+    """Whether a module of the target maps ``x`` to ``x / rms(x) * weight``, as the drafter's norms do."""
+    weight: torch.Tensor = norm.get_parameter("weight").detach()
+    x = torch.linspace(-2, 3, weight.numel(), device=weight.device, dtype=weight.dtype)[None, None]
+    with torch.inference_mode():
+        found = norm(x).float()
+    expected = x.float() / x.float().pow(2).mean().sqrt() * weight.float()
+    return bool(torch.allclose(found, expected, atol=2e-2 * float(expected.abs().max())))

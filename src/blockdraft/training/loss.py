@@ -84,6 +84,15 @@ def some_words(words: Words, labels: Tensor, frequent: Tensor, count: int, gener
     return Words(words.weight[ids], words.bias[ids] if words.bias is not None else None, ids, offset)
 
 
+def choices(words: Words, teacher: Tensor) -> Tensor:
+    """The teacher's most probable tokens ``[...]`` of its hidden states ``[..., hidden]``, over all words, in chunks."""
+    flat = teacher.reshape(-1, teacher.shape[-1])
+    size = max(1, CHUNK_BYTES.get(teacher.device.type, 1 << 28) // (4 * len(words.weight)))
+    with torch.no_grad():
+        best = [words.logits(part).max(dim=-1).indices for part in flat.split(size)]
+    return torch.cat(best).view(teacher.shape[:-1])
+
+
 def slot_weights(cross_entropy: Tensor, valid: Tensor, rule: LossRule) -> Tensor:
     """Weights ``[blocks, slots]`` without gradient; 0 where a slot is not valid.
 
@@ -118,15 +127,14 @@ class BlockLoss(torch.autograd.Function):
     """Sum of weighted slot losses; ``apply`` returns it with what else the chunks told.
 
     Inputs: hidden ``[blocks, slots, hidden]``, labels ``[blocks, slots]`` int64 (among the words), valid (bool, same shape),
-    teacher's hidden states like ``hidden`` or None, foreign ``[blocks]`` bool or None (blocks in text that the target did not
-    write: their labels are what the teacher finds most probable), Words, LossRule.
+    teacher's hidden states like ``hidden`` or None, Words, LossRule.
 
     Returns: the sum (scalar float32), the sum of weights (D-PACE: the count of blocks with a valid slot), cross entropy
     ``[blocks, slots]`` and whether each slot's best word is its label ``[blocks, slots]`` bool; gradients flow into hidden alone.
     """
 
     @staticmethod
-    def forward(ctx, hidden, labels, valid, teacher, foreign, words, rule):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, labels, valid, teacher, words, rule):  # type: ignore[no-untyped-def]
         blocks, slots, _ = hidden.shape
         size = max(1, CHUNK_BYTES.get(hidden.device.type, 1 << 28) // (4 * slots * len(words.weight)))
         gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
@@ -137,10 +145,9 @@ class BlockLoss(torch.autograd.Function):
         for start in range(0, blocks, size):
             part = slice(start, start + size)
             chunk = hidden[part].detach().requires_grad_(gradient is not None)
-            taught, other = (None if x is None else x[part] for x in (teacher, foreign))
             with torch.set_grad_enabled(gradient is not None):
                 loss, counted, entropies[part], correct[part] = chunk_loss(
-                    chunk, labels[part], valid[part], taught, other, words, rule
+                    chunk, labels[part], valid[part], None if teacher is None else teacher[part], words, rule
                 )
             total += loss.detach()
             weight += counted
@@ -152,7 +159,7 @@ class BlockLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, total, *others):  # type: ignore[no-untyped-def]
-        return ctx.gradient * total.to(ctx.gradient.dtype), None, None, None, None, None, None
+        return ctx.gradient * total.to(ctx.gradient.dtype), None, None, None, None, None
 
 
 def chunk_loss(
@@ -160,7 +167,6 @@ def chunk_loss(
     labels: Tensor,
     valid: Tensor,
     teacher: Tensor | None,
-    foreign: Tensor | None,
     words: Words,
     rule: LossRule,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -169,21 +175,16 @@ def chunk_loss(
     if rule.softcap is not None:
         logits = torch.tanh(logits / rule.softcap) * rule.softcap
     index = words.index(labels)
-    wanted = None
-    if teacher is not None:
-        with torch.no_grad():
-            wanted = words.logits(teacher)
-            wanted = wanted if words.offset is None else wanted + words.offset
-    if foreign is not None:
-        assert wanted is not None
-        index = torch.where(foreign[:, None], wanted.max(dim=-1).indices, index)
     correct = (logits.detach().max(dim=-1).indices == index) & valid
     if words.offset is not None:
         logits = logits + words.offset
     entropy = F.cross_entropy(logits.flatten(0, 1), index.flatten(), reduction="none").view(valid.shape)
     cost = rule.ce_weight * entropy
     if rule.kl_weight:
-        assert wanted is not None
+        assert teacher is not None
+        with torch.no_grad():
+            wanted = words.logits(teacher)
+            wanted = wanted if words.offset is None else wanted + words.offset
         cost = cost + rule.kl_weight * distillation(logits, wanted, rule.kl_top_k)
     weights = slot_weights(entropy, valid, rule)
     counted = weights.sum() if rule.dpace is None else valid.any(dim=1).sum().float()

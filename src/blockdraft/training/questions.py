@@ -60,7 +60,9 @@ def _of_file(path: Path) -> Iterator[Given]:
     conversations = read_prompts(path)
     rows = [json.loads(line) for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
     for turns, row in zip(conversations, rows, strict=True):
-        yield _question(turns[0], row, path.stem)
+        messages = _until_first_answer(turns[0])
+        if messages:
+            yield _question(messages, row, path.stem)
 
 
 def _of_dataset(name: str) -> Iterator[Given]:

@@ -6,6 +6,7 @@ of message; without one a small model asks mostly for the same few things.
 
 import random
 from collections import Counter
+from typing import Any
 
 from blockdraft.errors import UsageError
 from blockdraft.target import Target
@@ -51,7 +52,7 @@ def user_frame(target: Target, thinking: bool | None = None) -> tuple[list[int],
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"{target.name} has no chat template, so it cannot write users' messages; give --prompts")
     messages = [{"role": "user", "content": mark}]
-    modes: dict[str, bool] = {} if thinking is None else {"enable_thinking": thinking}
+    modes: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **modes))
     if mark not in text:
         raise UsageError(f"the chat template of {target.name} hides the user's message; give --prompts")

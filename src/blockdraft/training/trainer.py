@@ -4,7 +4,7 @@
     now and then: evaluate on held-out conversations, store a checkpoint
 
 Gradients are sums until the end of a step: they are divided once, by the weight of the *global* batch, so that splitting a batch
-over passes or processes changes nothing.
+over passes or processes changes nothing (but for dropout and the sample of a reduced vocabulary, which each pass draws for itself).
 """
 
 import json
@@ -18,13 +18,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType, broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -34,22 +36,20 @@ from torch.nn.parallel import DistributedDataParallel
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.progress import Progress
 from blockdraft.store import write_whole
-from blockdraft.training.batches import Batch, Batches, seed_of
+from blockdraft.training.batches import Batch, Batches, Document, seed_of
 from blockdraft.training.blocks import Blocks, block_embeddings
-from blockdraft.training.card import write_drafter
+from blockdraft.training.card import measure, write_drafter
 from blockdraft.training.checkpoint import Checkpoints
 from blockdraft.training.config import TrainConfig
 from blockdraft.training.evaluate import as_drafter, decode_held_out, spread
 from blockdraft.training.features import Features
-from blockdraft.training.loss import BlockLoss, some_words
+from blockdraft.training.loss import BlockLoss, choices, some_words
 from blockdraft.training.metrics import Sums
 from blockdraft.training.optimizer import make_optimizer, set_rate
 from blockdraft.training.run import precision_of, prepare
 
 # Keys that may change when a run goes on: they decide what is shown and kept, not what is trained.
-FREE = frozenset(
-    "out log_every evaluate_every evaluate_prompts evaluate_tokens checkpoint_every keep trackers features micro_rows".split()
-)
+FREE = frozenset("out log_every evaluate_every evaluate_prompts evaluate_tokens checkpoint_every keep trackers features".split())
 ESTIMATE_ANCHORS = 16  # blocks of a held-out row: enough for two digits
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -72,6 +72,7 @@ class Trainer:
         if not config.out:
             raise UsageError("no run folder: name one with out=FOLDER")
         self.config, self.out = config, Path(config.out).expanduser()
+        refuse_trackers(config.trackers)
         self.accelerator = Accelerator(cpu=config.device == "cpu", log_with=config.trackers or None, project_dir=str(self.out))
         self.parts, self.part = self.accelerator.num_processes, self.accelerator.process_index
         if config.rows % self.parts:
@@ -82,16 +83,11 @@ class Trainer:
         if config.attention == "flex" and self.device.type == "cpu":
             raise UsageError("attention is flex, which has no gradients on a CPU; use blocked, sdpa or auto")
         auto = "flex" if self.device.type == "cuda" else "blocked"
-        attention = auto if config.attention == "auto" else config.attention
-        blocks = Blocks(self.run.network.to(self.device), attention, config.dropout)
+        self.attention = auto if config.attention == "auto" else config.attention
+        blocks = Blocks(self.run.network.to(self.device), self.attention, config.dropout)
         if config.compile:
             blocks.network.compile()
         self.blocks, self.optimizer = self._spread(blocks)
-        self.texts = any(d.foreign for d in (*self.run.documents.train, *self.run.documents.held_out))
-        taps, last = self.run.network.config.taps, config.kl_weight > 0 or self.texts
-        place = self.out / "features" if config.features == "disk" else config.features
-        self.features = Features(self.target, self.run.documents.train, taps, last, place)
-        self.held_out_features = Features(self.target, self.run.documents.held_out, taps, last, "memory")
         self.checkpoints = Checkpoints(self.out, config.keep)
         self.step, self.worse = 0, 0
         self.best: tuple[int, float] | None = None
@@ -120,6 +116,20 @@ class Trainer:
                 yield
         else:
             yield
+
+    @cached_property
+    def features(self) -> Features:
+        """Of the training documents; made at the first step, when the run folder has been checked."""
+        config = self.config
+        return self._features(self.run.documents.train, self.out / "features" if config.features == "disk" else config.features)
+
+    @cached_property
+    def held_out_features(self) -> Features:
+        return self._features(self.run.documents.held_out, "memory")
+
+    def _features(self, documents: Sequence[Document], place: str | Path) -> Features:
+        last = self.config.kl_weight > 0 or any(document.foreign for document in documents)
+        return Features(self.target, documents, self.run.network.config.taps, last, place)
 
     # ---- the loop
 
@@ -220,21 +230,24 @@ class Trainer:
         labels, valid = batch.labels(block_size)
         tapped, last = features.rows(batch)
         if blocks.training and config.feature_noise:
-            tapped = noisy(tapped, len(features.taps), config.feature_noise, seed)
+            tapped = noisy(tapped, batch, len(features.taps), config.feature_noise, config.seed)
         embeddings = block_embeddings(self.run.network, self.target.embed, batch.ids, batch.anchors, block_size)
         where = (batch.anchors, batch.positions, batch.documents, block_size)
         with self._autocast():
             hidden = blocks(embeddings.to(self.precision), tapped.to(self.precision), *where)
         words = self.run.words
+        teacher = _behind(last, batch, block_size) if last is not None else None
+        if teacher is not None and bool(batch.foreign.any()):
+            theirs = batch.foreign
+            labels[theirs] = choices(words, teacher[theirs])
         if config.vocabulary and blocks.training:
             generator = torch.Generator().manual_seed(seed)
             words = some_words(words, labels[valid], self.run.frequent, config.vocabulary, generator)
             labels = torch.where(valid, labels, words.ids[0])  # type: ignore[index]
-        teacher = _behind(last, batch, block_size).flatten(0, 1) if last is not None else None
+        teacher = teacher.flatten(0, 1) if teacher is not None and config.kl_weight else None
         valid = valid.flatten(0, 1)
-        foreign = batch.foreign.flatten() if self.texts else None
         total, weight, entropies, correct = BlockLoss.apply(
-            hidden[:, :, 1:].flatten(0, 1), labels.flatten(0, 1), valid, teacher, foreign, words, self.run.rule
+            hidden[:, :, 1:].flatten(0, 1), labels.flatten(0, 1), valid, teacher, words, self.run.rule
         )
         return total, Sums.of(total, weight, entropies, correct, valid)
 
@@ -297,9 +310,10 @@ class Trainer:
         """Figures of held-out blocks, always the same ones, over the whole vocabulary."""
         network = type(self.run.network)(self.run.network.config)
         network.load_state_dict(weights)
-        blocks = Blocks(network.to(self.device)).eval()
+        blocks = Blocks(network.to(self.device), self.attention).eval()
         c = self.config
-        held_out = Batches(self.run.documents.held_out, c.sequence_length, min(c.anchors, ESTIMATE_ANCHORS), c.rows, c.seed)
+        rows = c.micro_rows or c.rows
+        held_out = Batches(self.run.documents.held_out, c.sequence_length, min(c.anchors, ESTIMATE_ANCHORS), rows, c.seed)
         total: Sums | None = None
         with torch.no_grad():
             for step in range(held_out.steps_per_epoch):
@@ -320,9 +334,12 @@ class Trainer:
 
     def _save(self) -> None:
         network, optimizer = get_state_dict(self.blocks, self.optimizer, options=WHOLE)
+        self.features.flush()
         if self.main:
             state = {"best": self.best, "worse": self.worse, "documents_sha256": self.run.digest}
             self.checkpoints.save(self.step, _bare(network), optimizer, state, self.best and self.best[0])
+            if self.best is not None and self.best[0] == self.step:
+                write_drafter(self.run, self.out / "drafter", _bare(network), self.step)
         self.accelerator.wait_for_everyone()
 
     # ---- beginning and end
@@ -379,16 +396,36 @@ class Trainer:
         assert self.best is not None or self.checkpoints.steps()
         step = self.best[0] if self.best else self.checkpoints.steps()[-1]
         weights, _, _ = self.checkpoints.load(step)
-        return write_drafter(self.run, self.out / "drafter", weights, step)
+        folder = self.out / "drafter"
+        write_drafter(self.run, folder, weights, step)
+        return write_drafter(self.run, folder, weights, step, measure(self.run, folder))
 
 
-def noisy(features: Tensor, taps: int, share: float, seed: int) -> Tensor:
-    """Features ``[rows, length, taps * hidden]`` with uniform noise of up to ``share`` standard deviations of each tap."""
-    generator = torch.Generator(features.device).manual_seed(seed)
-    split = features.float().unflatten(-1, (taps, -1))
-    spread = split.std(dim=(0, 1, 3), keepdim=True)
-    noise = torch.rand(split.shape, generator=generator, device=features.device) * 2 - 1
-    return (split + noise * spread * share).flatten(-2).to(features.dtype)
+def refuse_trackers(names: Sequence[str]) -> None:
+    """Raise UsageError for a tracker that accelerate does not know, or whose package is not installed."""
+    known = [str(kind) for kind in LoggerType if kind != LoggerType.ALL]
+    there = [str(kind) for kind in get_available_trackers()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"tracker {name!r} is unknown; use {', '.join(known)}")
+        if name not in there:
+            raise UsageError(f"tracker {name!r} is not installed; install its package, or leave it out of trackers")
+
+
+def noisy(features: Tensor, batch: Batch, taps: int, share: float, seed: int) -> Tensor:
+    """Features ``[rows, length, taps * hidden]`` with uniform noise of up to ``share`` standard deviations of each tap.
+
+    A row's noise is a function of seed, epoch and row alone, and so is its scale: however a batch is split, it is the same.
+    """
+    out = torch.empty_like(features)
+    for row, key in enumerate(batch.keys):
+        split = features[row].float().unflatten(-1, (taps, -1))  # [length, taps, hidden]
+        there = batch.documents[row] >= 0
+        spread = split[there].std(dim=(0, 2), keepdim=True) if bool(there.any()) else split[:1, :, :1] * 0
+        generator = torch.Generator(features.device).manual_seed(seed_of(seed, *key))
+        noise = torch.rand(split.shape, generator=generator, device=features.device) * 2 - 1
+        out[row] = (split + noise * spread * share).flatten(-2).to(features.dtype)
+    return out
 
 
 def _behind(last: Tensor, batch: Batch, block_size: int) -> Tensor:
