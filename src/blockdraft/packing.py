@@ -8,12 +8,13 @@ as one matrix. ``docs/architecture.md`` has the measured figures.
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from blockdraft.memory import available_memory
 
 ROWS_HINT = 8  # oneDNN picks the layout for a number of rows; 8 serves 1 to 32 rows well (benchmarks/linear.py)
 
@@ -98,13 +99,3 @@ def unpack_linears(groups: Sequence[Sequence[nn.Linear]]) -> None:
     for linear in (linear for group in groups for linear in group if isinstance(linear, PackedLinear)):
         del linear.packed, linear.outputs
         linear.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-def available_memory() -> float:
-    """Bytes that can be taken without swapping; infinite where the system does not tell."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return float(line.split()[1]) * 1024
-    return float("inf")

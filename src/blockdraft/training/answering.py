@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from blockdraft.decode import Decoder
+from blockdraft.memory import keep_freed_memory
 from blockdraft.prompts import encode
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
@@ -73,6 +74,7 @@ def in_slots(target: Target, pull: Callable[[], Job | None], slots: int, capacit
     Args:
         pull: the next job; None if there is none now. What ends may bring new ones.
     """
+    keep_freed_memory()
     decoder = Decoder(target, None, slots, capacity)
     callbacks: dict[int, Callable[[Request], None]] = {}
     together = max(1, min(PROMPTS_OF_A_PASS, slots // 8))

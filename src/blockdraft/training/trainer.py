@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from blockdraft.errors import BlockdraftError, UsageError
+from blockdraft.memory import keep_freed_memory
 from blockdraft.progress import Progress
 from blockdraft.store import write_whole
 from blockdraft.training.batches import Batch, Batches, Document, seed_of
@@ -73,6 +74,7 @@ class Trainer:
             raise UsageError("no run folder: name one with out=FOLDER")
         self.config, self.out = config, Path(config.out).expanduser()
         refuse_trackers(config.trackers)
+        keep_freed_memory()
         self.accelerator = Accelerator(cpu=config.device == "cpu", log_with=config.trackers or None, project_dir=str(self.out))
         self.parts, self.part = self.accelerator.num_processes, self.accelerator.process_index
         if config.rows % self.parts:
