@@ -205,10 +205,13 @@ def test_bfloat16_products_learn_the_same(place, tmp_path):
     assert all(tensor.dtype == torch.float32 for tensor in weights(rough).values())
 
 
-def test_a_reduced_vocabulary_and_compiled_layers_learn_too(place, tmp_path):
+def test_a_reduced_vocabulary_and_compiled_layers_learn_too(place, tmp_path, monkeypatch):
     reduced = make(place, tmp_path / "a", max_steps=60, vocabulary=40, learning_rate=1e-2)
     losses = steps(reduced, 60)
     assert losses[-1] < 0.6 * losses[0]
+    # Traced, and run as traced: generating code for it takes a minute, and is tested on GPUs.
+    right = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: right(self, backend="aot_eager"))
     plain, compiled = make(place, tmp_path / "b"), make(place, tmp_path / "c", compile=True)
     torch.testing.assert_close(steps(plain, 3), steps(compiled, 3), rtol=1e-4, atol=1e-4)
 
