@@ -84,11 +84,8 @@ class Decoder:
                 self.drafter.observe(row, tokens, features, [count])
                 kept += count
         assert logits is not None
-        self.active.append(request)
-        self._held[row] = request
-        token = request.sampler.choose(logits, request.prompt)
-        request.extend([token])
-        round = Round([(request, [token])], [0], prefill=True)
+        round = Round(prefill=True)
+        self._seat(row, request, logits, round)
         request.prefill_seconds = self._clock(round, began, self.active[:-1])
         self.retire()
         return round
@@ -111,17 +108,21 @@ class Decoder:
             self.drafter.observe(first, torch.tensor(padded, device=self.target.device), features, counts)
         for row, request in enumerate(requests):
             request.block_size = self.block_size
-            self.active.append(request)
-            self._held[first + row] = request
-            token = request.sampler.choose(logits[row], request.prompt)
-            request.extend([token])
-            round.emitted.append((request, [token]))
-            round.accepted.append(0)
+            self._seat(first + row, request, logits[row], round)
         seconds = self._clock(round, began, waiting)
         for request in requests:
             request.prefill_seconds = seconds
         self.retire()
         return round
+
+    def _seat(self, row: int, request: Request, logits: Tensor, round: Round) -> None:
+        """Let a request whose prompt is in ``row`` take part, and emit its first token, from ``logits`` ``[vocabulary]``."""
+        self.active.append(request)
+        self._held[row] = request
+        token = request.sampler.choose(logits, request.prompt)
+        request.extend([token])
+        round.emitted.append((request, [token]))
+        round.accepted.append(0)
 
     def round(self) -> Round:
         """One pass over all rows in flight."""

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from blockdraft.cli import options
-from blockdraft.training.config import options_help
+from blockdraft.training.config import options_help, read_config
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -26,8 +26,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(args: argparse.Namespace) -> int:
     import torch
-
-    from blockdraft.training.config import read_config
 
     overrides = list(args.overrides)
     path: Path | None = args.config

@@ -7,7 +7,7 @@ A folder with ``corpus.json`` and shards ``answers-NNNNN.safetensors``. Rows tha
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ def identity(target: Target, **settings: object) -> dict[str, Any]:
     }
 
 
+def differing(found: dict[str, Any], who: dict[str, Any], keys: Iterable[str]) -> list[str]:
+    """Which of the keys two identities do not share."""
+    return [key for key in keys if found.get(key) != who.get(key)]
+
+
 def written_key(seed: int, number: int) -> str:
     """The key of a self-written message."""
     return f"written/{seed}/{number}"
@@ -112,9 +117,9 @@ class Corpus:
             self._write_manifest()
 
     def _refuse_another(self, identity: dict[str, Any]) -> None:
-        differing = [key for key in sorted(self.identity.keys() | identity.keys()) if self.identity.get(key) != identity.get(key)]
-        if differing:
-            found = ", ".join(f"{key} {self.identity.get(key)!r} instead of {identity.get(key)!r}" for key in differing)
+        others = differing(self.identity, identity, sorted(self.identity.keys() | identity.keys()))
+        if others:
+            found = ", ".join(f"{key} {self.identity.get(key)!r} instead of {identity.get(key)!r}" for key in others)
             raise UsageError(f"corpus {self.folder} was made with {found}; take another folder")
 
     def rows(self) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from blockdraft.errors import UsageError
 from blockdraft.sampling import counter_uniform
 from blockdraft.target import Target
 from blockdraft.training.batches import Document
-from blockdraft.training.corpus import TEXT, Corpus, identity
+from blockdraft.training.corpus import TEXT, Corpus, differing, identity
 
 # What must be equal between a corpus and the target it trains a drafter for.
 WHO = ("target", "weights_sha256", "config_sha256", "tokenizer_sha256", "template_sha256")
@@ -52,8 +52,7 @@ def read_documents(corpora: Sequence[str], target: Target, length: int, held_out
         corpus = Corpus(Path(place).expanduser())
         _refuse_another(corpus, target)
         made_with = {key: value for key, value in corpus.identity.items() if key not in WHO}
-        differing = [key for key in made_with if key in found.made_with and found.made_with[key] != made_with[key]]
-        if "thinking" in differing:
+        if "thinking" in differing(found.made_with, made_with, found.made_with.keys() & made_with.keys()):
             raise UsageError(
                 f"corpus {place} was made with thinking {made_with['thinking']!r}, another with {found.made_with['thinking']!r}"
             )
@@ -81,11 +80,11 @@ def read_documents(corpora: Sequence[str], target: Target, length: int, held_out
 
 def _refuse_another(corpus: Corpus, target: Target) -> None:
     who = identity(target)
-    differing = [key for key in WHO if corpus.identity.get(key) != who[key]]
-    if differing == ["target"] and who["weights_sha256"] is not None:
+    others = differing(corpus.identity, who, WHO)
+    if others == ["target"] and who["weights_sha256"] is not None:
         return  # the same weights under another name or path
-    if differing:
+    if others:
         raise UsageError(
-            f"corpus {corpus.folder} is not of target {target.name}: {', '.join(differing)} differ{'s' * (len(differing) == 1)} "
-            f"({corpus.identity.get(differing[0])!r} there, {who[differing[0]]!r} here)"
+            f"corpus {corpus.folder} is not of target {target.name}: {', '.join(others)} differ{'s' * (len(others) == 1)} "
+            f"({corpus.identity.get(others[0])!r} there, {who[others[0]]!r} here)"
         )

@@ -15,7 +15,7 @@ from blockdraft.errors import UsageError
 from blockdraft.prompts import encode
 from blockdraft.store import write_whole
 from blockdraft.target import Target
-from blockdraft.training.corpus import Corpus, Row
+from blockdraft.training.corpus import Corpus, Row, differing
 from blockdraft.training.questions import Given
 from blockdraft.training.synthesis import message_text, user_frame
 
@@ -74,9 +74,9 @@ def read_answers(path: Path, target: Target, given: Sequence[Given], who: dict[s
 
 def _refuse_another(path: Path, found: dict[str, Any], who: dict[str, Any]) -> None:
     lengths = ("target", "max_new_tokens", "context")  # answers of other lengths are the target's all the same
-    differing = [key for key in who if key not in lengths and found.get(key) != who[key]]
-    if differing:
-        key = differing[0]
+    others = differing(found, who, [key for key in who if key not in lengths])
+    if others:
+        key = others[0]
         raise UsageError(
             f"{path} holds answers of {found.get('target')} with {key} {found.get(key)!r}, the corpus has {who[key]!r}"
         )

@@ -17,9 +17,7 @@ class Both(torch.optim.Optimizer):
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer):
         self.parts = (muon, adamw)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
-        for part, start in ((muon, 0), (adamw, len(muon.param_groups))):
-            part.param_groups = self.param_groups[start : start + len(part.param_groups)]
-            part.state = self.state
+        self._share()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
@@ -28,6 +26,10 @@ class Both(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """Give each part its groups, and the one state."""
         start = 0
         for part in self.parts:
             count = len(part.param_groups)

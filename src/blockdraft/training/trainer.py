@@ -289,13 +289,14 @@ class Trainer:
         weights, _ = get_state_dict(self.blocks, [], options=WHOLE)
         tau: list[Any] = [None]
         if self.main:
-            drafter = as_drafter(self.run.network, _bare(weights), self.target)
+            bare = _bare(weights)
+            drafter = as_drafter(self.run.network, bare, self.target)
             held_out = self.run.documents.held_out
             real = decode_held_out(
                 self.target, drafter, spread(held_out, self.config.evaluate_prompts), self.config.evaluate_tokens
             )
             tau = [real.tau]
-            estimate = self._estimate(_bare(weights))
+            estimate = self._estimate(bare)
             self._note({"held_out": estimate, "real_tau": real.tau, "real_first_slot": real.first_slot})
             print(
                 f"blockdraft: step {self.step}: tau {real.tau or 0:.3f} in real decoding "
