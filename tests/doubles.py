@@ -17,7 +17,7 @@ class Scripted:
 
     def __init__(self, guess: Callable[[list[int], int], Sequence[int]], block_size: int = 8):
         self.guess, self.block_size = guess, block_size
-        self.name, self.taps = "scripted", ()
+        self.name, self.method, self.taps = "scripted", "scripted", ()
         self.forwards = 0
 
     def room(self, block_size: int) -> int:
@@ -38,6 +38,9 @@ class Scripted:
             guessed = list(self.guess([*self.seen[row], int(anchors[row])], width - 1))[: width - 1]
             tokens.append(guessed + [0] * (most - len(guessed)))
         return Proposal(torch.tensor(tokens, dtype=torch.long).view(len(widths), most), list(widths))
+
+    def bytes(self) -> int:
+        return 0
 
     def truncate(self, row: int, length: int) -> None:
         del self.seen[row][length:]

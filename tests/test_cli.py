@@ -16,7 +16,8 @@ from blockdraft.load import load_drafter, load_target
 from tests import test_parity
 
 FIELDS = (
-    "text, token_ids, prompt_tokens, new_tokens, rounds, acceptance_length, acceptance_by_position, tokens_per_second, "
+    "text, token_ids, prompt_tokens, new_tokens, rounds, acceptance_length, acceptance_by_position, candidates_per_round, "
+    "plain_rounds, tokens_per_second, "
     "time_to_first_token_s, finish_reason, method, target, drafter, dtype, device, seed"
 ).split(", ")
 
@@ -46,7 +47,7 @@ def as_json(capsys, *arguments):
 def test_json_has_exactly_the_documented_fields(pair, capsys):
     result = as_json(capsys, "hello", *pair)
     assert list(result) == FIELDS
-    assert (result["method"], result["dtype"], result["device"], result["seed"]) == ("dflash", "float32", "cpu", None)
+    assert (result["method"], result["dtype"], result["device"], result["seed"]) == ("dflash-tree", "float32", "cpu", None)
     assert result["new_tokens"] == len(result["token_ids"]) <= 20
     assert result["rounds"] > 0  # T25: the method that is named ran
     assert result["acceptance_length"] == pytest.approx((result["new_tokens"] - 1) / result["rounds"])

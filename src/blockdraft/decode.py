@@ -227,7 +227,7 @@ class Decoder:
             tokens = [candidates[i][node - 1] for node in paths[i][1:]]
             emitted = request.extend([*tokens, bonuses[i]])
             accepted = min(emitted, len(tokens))
-            request.count_round(range(1, accepted + 1))
+            request.count_round(proposal.widths[i] - 1, range(1, accepted + 1))
             round.emitted.append((request, [*tokens, bonuses[i]][:emitted]))
             round.accepted.append(accepted)
 

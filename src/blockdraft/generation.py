@@ -4,13 +4,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from blockdraft.budget import Budget
 from blockdraft.decode import decode
 from blockdraft.drafters.base import Drafter
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.errors import UsageError
+from blockdraft.probe import costs_of
 from blockdraft.prompts import Prompt, encode
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
+
+MOST_CANDIDATES = 1024  # of a fixed tree, as in DDTree's experiments
 
 
 @dataclass(frozen=True)
@@ -22,11 +28,13 @@ class Completion:
         token_ids: every emitted token, the end token included.
         rounds: verification passes; 0 for "ar".
         acceptance_length: tokens emitted in rounds / rounds (the first token comes from the prompt's pass); None for "ar".
-        acceptance_by_position: share of rounds in which the draft of slot 1, 2, ... stood and was emitted; None for "ar".
+        acceptance_by_position: share of rounds in which a candidate at depth 1, 2, ... stood and was emitted; None for "ar".
+        candidates_per_round: verified on the mean; None for "ar".
+        plain_rounds: rounds without a candidate: drafting rested, because it did not pay.
         tokens_per_second: after the first token; time between passes (a slow reader of the stream) does not count.
         time_to_first_token_s: the pass over the prompt.
         finish_reason: "stop", "length" or "interrupted".
-        method: what ran: "ar" or "dflash".
+        method: what ran: "ar", "dflash" (a chain), "dflash-tree" or "lookup".
         drafter: its name, or None.
         seed: of the noise; None for greedy decoding.
     """
@@ -38,6 +46,8 @@ class Completion:
     rounds: int
     acceptance_length: float | None
     acceptance_by_position: list[float] | None
+    candidates_per_round: float | None
+    plain_rounds: int
     tokens_per_second: float | None
     time_to_first_token_s: float
     finish_reason: str
@@ -62,6 +72,7 @@ def generate(
     raw: bool = False,
     batch_size: int = 4,
     block_size: int | None = None,
+    tree: int | str = "auto",
     max_context: int | None = None,
 ) -> list[Completion]:
     """Answer one prompt or many.
@@ -75,6 +86,7 @@ def generate(
         raw: no chat template.
         batch_size: rows decoded at the same time.
         block_size: other than the drafter's own.
+        tree: see ``with_tree``.
         max_context: a lower limit on prompt and answer together than the target's.
 
     Raises:
@@ -84,7 +96,9 @@ def generate(
     several = isinstance(prompts, list | tuple) and bool(prompts) and not _is_one_prompt(prompts)
     encoded = [encode(target, prompt, system, raw) for prompt in (prompts if several else [prompts])]  # type: ignore[arg-type]
     requests = [Request(ids, sampling, target, row, max_context) for row, ids in enumerate(encoded)]
-    for _ in decode(target, drafter, requests, batch_size, checked_block_size(block_size, drafter)):
+    block_size = checked_block_size(block_size, drafter)
+    drafter = with_tree(target, drafter, tree, block_size, sampling.acceptance)
+    for _ in decode(target, drafter, requests, batch_size, block_size):
         pass
     return [completion(request, target, drafter) for request in requests]
 
@@ -98,11 +112,15 @@ def stream(
     system: str | None = None,
     raw: bool = False,
     block_size: int | None = None,
+    tree: int | str = "auto",
     max_context: int | None = None,
 ) -> Iterator[str]:
     """The text of one answer as it becomes certain; arguments as for ``generate``."""
-    request = Request(encode(target, prompt, system, raw), sampling or SamplingParams(), target, 0, max_context)
-    for _ in decode(target, drafter, [request], 1, checked_block_size(block_size, drafter)):
+    sampling = sampling or SamplingParams()
+    request = Request(encode(target, prompt, system, raw), sampling, target, 0, max_context)
+    block_size = checked_block_size(block_size, drafter)
+    drafter = with_tree(target, drafter, tree, block_size, sampling.acceptance)
+    for _ in decode(target, drafter, [request], 1, block_size):
         piece = request.take_text()
         if piece:
             yield piece
@@ -122,16 +140,48 @@ def completion(request: Request, target: Target, drafter: Drafter | None) -> Com
         rounds=rounds,
         acceptance_length=(new - 1) / rounds if rounds else None,
         acceptance_by_position=shares if rounds else None,
+        candidates_per_round=request.candidates / rounds if rounds else None,
+        plain_rounds=request.plain_rounds,
         tokens_per_second=(new - 1) / seconds if new > 1 and seconds > 0 else None,
         time_to_first_token_s=request.prefill_seconds,
         finish_reason=request.finish_reason or "interrupted",
-        method="ar" if drafter is None else "dflash",
+        method="ar" if drafter is None else drafter.method,
         target=target.name,
         drafter=drafter.name if drafter is not None else None,
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
         seed=None if request.params.greedy else request.sampler.seed,
     )
+
+
+def with_tree(
+    target: Target, drafter: Drafter | None, tree: int | str = "auto", block_size: int | None = None, acceptance: str = "match"
+) -> Drafter | None:
+    """A DFlash drafter that proposes trees; any other drafter as it is.
+
+    Args:
+        tree: "auto": as many slots and candidates in each round as pay, with copies of earlier text among them, measured once per
+            machine and pair; a number: always the whole block and so many candidates; "off": a chain.
+        block_size: other than the drafter's own.
+        acceptance: under "rejection" the candidates must be drawn, which a chain does: "auto" is a chain there.
+
+    Raises:
+        UsageError: no such tree, or one under the rejection rule.
+    """
+    if tree not in ("auto", "off") and (not isinstance(tree, int) or not 1 <= tree <= MOST_CANDIDATES):
+        raise UsageError(f"tree is {tree!r}; it must be auto, off, or a number of candidates from 1 to {MOST_CANDIDATES}")
+    if not isinstance(drafter, DFlashDrafter) or tree == "off":
+        return drafter
+    slots = block_size or drafter.block_size
+    if acceptance == "rejection":
+        if tree != "auto":
+            raise UsageError("a tree's candidates are chosen, not drawn: the rejection rule needs tree off (or acceptance match)")
+        return drafter
+    if slots == 1:  # nothing to draft: the chain says so too
+        return drafter
+    if isinstance(tree, int):
+        return TreeDrafter(drafter, Budget(None, slots, tree))
+    return TreeDrafter(drafter, Budget(costs_of(target, drafter), slots))
 
 
 def checked_block_size(block_size: int | None, drafter: Drafter | None) -> int | None:

@@ -55,7 +55,7 @@ def _library() -> ctypes.CDLL | None:
     compiler = next((found for name in ("gcc", "cc", "clang") if (found := shutil.which(name))), None)
     if compiler is None or platform.system() != "Linux":
         return None
-    described = f"{SOURCE.read_text()}{FLAGS}{compiler}{_processor()}"
+    described = f"{SOURCE.read_text()}{FLAGS}{compiler}{processor()}"
     built = store_folder() / "kernels" / f"attend-{hashlib.sha256(described.encode()).hexdigest()[:16]}.so"
     try:
         if not built.exists():
@@ -69,7 +69,7 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
     """What ``-march=native`` depends on: a store on a shared disk serves unlike machines."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().split("\n") if info.exists() else []

@@ -76,7 +76,15 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 def load_target(name: str | Path = DEFAULT_TARGET, dtype: str | torch.dtype | None = None, device: str | None = None) -> Target:
-    """Load a causal language model as a target.
+    """Load a causal language model as a target; arguments and errors as for ``load_model``."""
+    model, tokenizer, digest = load_model(name, dtype, device)
+    return Target(model, tokenizer, name=str(name), digest=digest)
+
+
+def load_model(
+    name: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str | None]:
+    """A plain transformers model, its tokenizer, and the digest of its weights, if known.
 
     Args:
         name: a local model folder, a ``.gguf`` file, a Hugging Face id, or the short name ``smollm2-135m``.
@@ -102,8 +110,7 @@ def load_target(name: str | Path = DEFAULT_TARGET, dtype: str | torch.dtype | No
         model, tokenizer = explained(text, partial(load_gguf, Path(source), kind))
     else:
         model, tokenizer = explained(text, partial(_load_pretrained, source, kind))
-    model.to(place)  # type: ignore[arg-type]
-    return Target(model, tokenizer, name=text, digest=digest)
+    return model.to(place), tokenizer, digest  # type: ignore[arg-type]
 
 
 def _load_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -189,8 +196,8 @@ def load_drafter(path: str | Path | None, target: Target) -> DFlashDrafter:
     network = zlab.read(folder)
     check_pair(network, target, name)
     network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
-    pack_linears(network.linears(), target.dtype, target.device)
-    return DFlashDrafter(network, target.embed, target.head, name=name)
+    packed = pack_linears(network.linears(), target.dtype, target.device)
+    return DFlashDrafter(network, target.embed, target.head, name, packed)
 
 
 def shipped_drafter(target: Target) -> Path:

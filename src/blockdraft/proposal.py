@@ -1,6 +1,7 @@
 """Proposal: what a drafter puts before the target, as a tree of candidates behind the anchor."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,13 +26,10 @@ class Proposal:
 
     def depths(self) -> Tensor:
         """``[rows, candidates]`` int64: steps from the anchor."""
-        rows, candidates = self.tokens.shape
         if self.parents is None:
+            rows, candidates = self.tokens.shape
             return torch.arange(1, candidates + 1, device=self.tokens.device).expand(rows, -1)
-        depths = torch.zeros(rows, candidates + 1, dtype=torch.long, device=self.tokens.device)
-        for i in range(candidates):
-            depths[:, i + 1] = depths.gather(1, self.parents[:, i : i + 1])[:, 0] + 1
-        return depths[:, 1:]
+        return self._lineage[:, 1:].sum(-1) - 1
 
     def visible(self) -> Tensor | None:
         """``[rows, 1 + candidates, 1 + candidates]`` bool: each node sees its ancestors and itself; None: a plain chain.
@@ -46,10 +44,23 @@ class Proposal:
                 return None
             seen = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().repeat(rows, 1, 1)
         else:
-            seen = torch.eye(nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
-            row = torch.arange(rows, device=device)
-            for i in range(candidates):
-                seen[:, i + 1] |= seen[row, self.parents[:, i]]
+            seen = self._lineage
+        if all(width == nodes for width in self.widths):
+            return seen
         real = torch.arange(nodes, device=device) < torch.tensor(self.widths, device=device)[:, None]
-        seen &= real[:, None, :] & real[:, :, None]
+        seen = seen & real[:, None, :] & real[:, :, None]
         return seen | torch.eye(nodes, dtype=torch.bool, device=device)
+
+    @cached_property
+    def _lineage(self) -> Tensor:
+        """``[rows, nodes, nodes]`` bool: whether the second node is the first one or an ancestor of it.
+
+        "Self or parent", squared until it reaches the root: as many small products as a tree's depth has binary digits.
+        """
+        assert self.parents is not None
+        rows, candidates = self.tokens.shape
+        seen = torch.eye(candidates + 1, device=self.tokens.device).repeat(rows, 1, 1)
+        seen[:, 1:].scatter_(2, self.parents[..., None], 1.0)
+        for _ in range(candidates.bit_length()):
+            seen = (seen @ seen).clamp_(max=1.0)
+        return seen > 0

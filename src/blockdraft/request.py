@@ -26,6 +26,8 @@ class Request:
         text: what they say, cut before a stop string; only if the target has a tokenizer.
         finish_reason: "stop" (end token or stop string), "length" (``max_new_tokens`` or the context), "interrupted", or None.
         rounds: verification passes so far; a step of plain decoding is no round.
+        plain_rounds: those of them that had no candidate to verify.
+        candidates: verified so far.
         accepted_at: for each slot behind the anchor, the rounds in which its draft stood and was emitted.
 
     Raises:
@@ -67,7 +69,7 @@ class Request:
         self.text = ""
         self.finish_reason: str | None = "length" if self.limit == 0 else None
         self.block_size = 1  # slots of a block in the rounds, the anchor included
-        self.rounds = 0
+        self.rounds = self.plain_rounds = self.candidates = 0
         self.accepted_at: list[int] = []
         self.prefill_seconds = 0.0  # from the prompt's pass to the first token
         self.decode_seconds = 0.0  # passes since, those that this request waited for included
@@ -92,9 +94,11 @@ class Request:
                 return count
         return len(tokens)
 
-    def count_round(self, accepted: Sequence[int]) -> None:
-        """Book a verification pass, and the depths (1 = behind the anchor) of the candidates that were emitted."""
+    def count_round(self, candidates: int, accepted: Sequence[int]) -> None:
+        """Book a verification pass over so many candidates, and the depths (1 = behind the anchor) of those that were emitted."""
         self.rounds += 1
+        self.candidates += candidates
+        self.plain_rounds += candidates == 0
         for depth in accepted:
             self.accepted_at += [0] * (depth - len(self.accepted_at))
             self.accepted_at[depth - 1] += 1

@@ -16,7 +16,7 @@ HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("chat", help="talk to the target")
-    parser.add_argument("--method", default="dflash", choices=("dflash", "ar"), help="default: %(default)s")
+    parser.add_argument("--method", default="dflash", choices=("dflash", "lookup", "ar"), help="default: %(default)s")
     parser.add_argument("--stats", action="store_true", help="a line of statistics after each answer, on stderr")
     options.add_prompt(parser)
     options.add_sampling(parser, max_new_tokens=512)

@@ -19,7 +19,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser("generate", help="answer a prompt, or a file of prompts")
     parser.add_argument("prompt", nargs="?", help="a user's message; - reads it from stdin")
     parser.add_argument("--prompts", type=options.path, metavar="FILE.jsonl", help="rows with prompt, turns or messages")
-    parser.add_argument("--method", default="dflash", choices=("dflash", "ar"), help="default: %(default)s")
+    parser.add_argument("--method", default="dflash", choices=("dflash", "lookup", "ar"), help="default: %(default)s")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--batch-size", type=options.positive, metavar="N", help="rows at a time with --prompts; default: 4")
     parser.add_argument("--stats", action="store_true", help="a line of statistics on stderr")

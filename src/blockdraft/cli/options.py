@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockdraft.drafters.dflash import DFlashDrafter
+    from blockdraft.drafters.base import Drafter
     from blockdraft.sampling import SamplingParams
     from blockdraft.target import Target
 
@@ -27,6 +27,9 @@ def add_target(parser: argparse.ArgumentParser, dtype_help: str) -> "argparse._A
 def add_models(parser: argparse.ArgumentParser, dtype_help: str = BEST_DTYPE) -> None:
     group = add_target(parser, dtype_help)
     group.add_argument("--drafter", help="drafter folder in z-lab's layout; default: the one shipped for the target")
+    group.add_argument(
+        "--tree", type=tree, metavar="{auto,off,N}", help="candidates of a round: as many as pay (default), a chain, or N"
+    )
     group.add_argument("--block-size", type=int, help="slots of a block, the anchor included; default: as trained")
 
 
@@ -90,23 +93,27 @@ def load_target(args: argparse.Namespace, dtype: str | None = None) -> "Target":
     return blockdraft.load.load_target(args.target, dtype=args.dtype or dtype, device=args.device)
 
 
-def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, DFlashDrafter | None]":
+def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, Drafter | None]":
     """Target and, unless the method is ``ar``, drafter."""
+    from blockdraft.drafters.lookup import LookupDrafter
     from blockdraft.errors import UsageError
-    from blockdraft.generation import checked_block_size
+    from blockdraft.generation import checked_block_size, with_tree
     from blockdraft.load import load_drafter
 
-    plain = getattr(args, "method", "dflash") == "ar"
-    if plain and args.drafter is not None:
-        raise UsageError("--drafter has no effect with --method ar; leave one of them out")
-    if plain and args.block_size is not None:
-        raise UsageError("--block-size has no effect with --method ar; leave one of them out")
-    if plain and getattr(args, "acceptance", "match") != "match":
-        raise UsageError("--acceptance has no effect with --method ar; leave one of them out")
+    method = getattr(args, "method", "dflash")
+    acceptance = getattr(args, "acceptance", "match")
+    given = {"--drafter": args.drafter, "--tree": args.tree}
+    if method == "ar":
+        given |= {"--block-size": args.block_size, "--acceptance": acceptance if acceptance != "match" else None}
+    for name, value in given.items():
+        if method != "dflash" and value is not None:
+            raise UsageError(f"{name} has no effect with --method {method}; leave one of them out")
     target = load_target(args, dtype)
-    drafter = None if plain else load_drafter(args.drafter, target)
+    if method == "ar":
+        return target, None
+    drafter = LookupDrafter() if method == "lookup" else load_drafter(args.drafter, target)
     checked_block_size(args.block_size, drafter)
-    return target, drafter
+    return target, with_tree(target, drafter, "auto" if args.tree is None else args.tree, args.block_size, acceptance)
 
 
 def summary(result: Any) -> str:
@@ -119,6 +126,10 @@ def summary(result: Any) -> str:
         parts.append(f"{result.rounds} rounds, acceptance length {result.acceptance_length:.2f}")
     parts.append(f"{result.method}, {result.dtype} on {result.device}, ended by {result.finish_reason}")
     return "; ".join(parts)
+
+
+def tree(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def path(text: str) -> Path:

@@ -16,11 +16,13 @@ class Drafter(Protocol):
 
     Attributes:
         name: for results.
+        method: what results call decoding with it.
         block_size: slots of a block, the anchor included, that it was trained for.
         taps: the target layers whose outputs it wants; empty: none.
     """
 
     name: str
+    method: str
     block_size: int
     taps: tuple[int, ...]
 
@@ -51,6 +53,9 @@ class Drafter(Protocol):
 
     def truncate(self, row: int, length: int) -> None:
         """Forget a row's observations from position ``length`` on."""
+
+    def bytes(self) -> int:
+        """Memory of its weights, packed copies and caches."""
 
     def move(self, source: int, target: int) -> None:
         """Let row ``target`` continue what row ``source`` was."""

@@ -203,16 +203,26 @@ class DFlashDrafter:
         embed: ids ``[...]`` -> the target's raw embedding rows ``[..., hidden]``.
         head: hidden ``[..., hidden]`` -> logits ``[..., vocabulary]``, the target's own.
         name: for results.
+        packed_bytes: of the packed copies of its weights.
     """
 
-    def __init__(self, network: DFlash, embed: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor], name: str = "dflash"):
+    method = "dflash"
+
+    def __init__(
+        self,
+        network: DFlash,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        name: str = "dflash",
+        packed_bytes: int = 0,
+    ):
         self.network = network.eval()
         self.config = network.config
         self.embed, self.head, self.name = embed, head, name
         self.block_size, self.taps = self.config.block_size, self.config.taps
         weight = network.fc.weight
         self.dtype, self.device = weight.dtype, weight.device
-        self.forwards = 0
+        self.packed_bytes, self.forwards = packed_bytes, 0
 
     def room(self, block_size: int) -> int:
         return block_size
@@ -240,6 +250,18 @@ class DFlashDrafter:
             tokens, probabilities = draw(logits)
             return Proposal(tokens, list(widths), probabilities=probabilities)
 
+    def likely(self, anchors: Tensor, widths: Sequence[int], most: int) -> tuple[Tensor, Tensor]:
+        """The ``most`` likely words of the slots behind the anchor: log-probabilities and ids ``[rows, slots - 1, most]``, best
+        first; minus infinity beyond a row's width."""
+        with torch.inference_mode():
+            logits = self.logits(anchors, widths)[:, 1:].float()
+            values, words = logits.topk(min(most, logits.shape[-1]), dim=-1)
+            logs = values - logits.logsumexp(dim=-1, keepdim=True)
+            if len(set(widths)) > 1:
+                inside = torch.arange(1, max(widths), device=self.device) < torch.tensor(widths, device=self.device)[:, None]
+                logs = logs.masked_fill(~inside[..., None], float("-inf"))
+            return logs, words
+
     def logits(self, anchors: Tensor, widths: Sequence[int]) -> Tensor:
         """Draft logits ``[rows, slots, vocabulary]`` of all slots; slot 0's mean nothing."""
         self.forwards += 1
@@ -266,6 +288,10 @@ class DFlashDrafter:
                 everything = rule == (False, None) and span.slots is None and span.visible is None
                 made[rule] = None if everything else additive(visibility(span, visible_rule(*rule), self.device), self.cache.dtype)
         return [made[rule] for rule in zip(self.config.causal, self.config.windows, strict=True)]
+
+    def bytes(self) -> int:
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.network.parameters())
+        return weights + self.packed_bytes + self.cache.bytes()
 
     def truncate(self, row: int, length: int) -> None:
         self.cache.truncate(row, length)

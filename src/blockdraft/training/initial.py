@@ -1,6 +1,7 @@
 """The drafter at step 0: its sizes, its mask token, its first weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,7 +44,6 @@ def _from_drafter(config: TrainConfig, target: Target) -> DFlash:
     found, sizes = network.config, network.config.backbone
     for name, value, theirs in (
         ("layers", config.layers, found.backbone.num_hidden_layers),
-        ("block_size", config.block_size, found.block_size),
         ("taps", tuple(config.taps) or found.taps, found.taps),
         ("heads", config.heads or sizes.num_attention_heads, sizes.num_attention_heads),
         ("kv_heads", config.kv_heads or sizes.num_key_value_heads, sizes.num_key_value_heads),
@@ -54,6 +54,7 @@ def _from_drafter(config: TrainConfig, target: Target) -> DFlash:
     ):
         if value != theirs:
             raise UsageError(f"{name} is {value}, but the drafter in {folder} has {theirs}; training cannot go on from it")
+    network.config = replace(found, block_size=config.block_size)  # no weight depends on it: short blocks first, long ones later
     check_pair(network, target, config.init)
     return network
 

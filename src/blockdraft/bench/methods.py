@@ -1,0 +1,249 @@
+"""Methods: ways to answer a batch of prompts, each timed by the same clock.
+
+ar, dflash, dflash-tree, dflash-tree:N, lookup    this engine
+hf, hf-dflash                                      transformers' own ``generate`` over untouched weights
+openai:URL                                         any OpenAI-compatible server
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from blockdraft.decode import decode
+from blockdraft.drafters.base import Drafter
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.lookup import LookupDrafter
+from blockdraft.errors import BlockdraftError, UsageError
+from blockdraft.formats.transformers import AssistantDrafter
+from blockdraft.generation import with_tree
+from blockdraft.load import load_model
+from blockdraft.request import Request
+from blockdraft.sampling import SamplingParams
+from blockdraft.target import Target
+
+NAMES = ("ar", "dflash", "dflash-tree", "dflash-tree:N", "lookup", "hf", "hf-dflash", "openai:URL")
+
+
+@dataclass
+class Answer:
+    """One prompt's answer and what it took.
+
+    Attributes:
+        ids: emitted tokens.
+        text: what they say.
+        first_seconds: until the first token.
+        decode_seconds: from the first token to the last.
+        rounds: target passes after the prompt's; 0 where there is no drafter or they cannot be seen.
+        accepted: drafted tokens emitted in each round.
+        draft_seconds, verify_seconds: in drafter and target, of ``decode_seconds``; None where they cannot be seen.
+    """
+
+    ids: list[int]
+    text: str
+    first_seconds: float
+    decode_seconds: float
+    rounds: int = 0
+    accepted: list[int] = field(default_factory=list)
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+
+
+class Method(Protocol):
+    """Answers prompts.
+
+    Attributes:
+        drafted: whether rounds mean anything.
+        extra_bytes: memory that plain decoding would not need, measured after the last call; None: unknown.
+    """
+
+    name: str
+    drafted: bool
+    extra_bytes: int | None
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]: ...
+
+
+def refuse_unknown(names: Sequence[str]) -> None:
+    """Raise UsageError for a name that no method has: before anything large is loaded."""
+    for name in names:
+        kind, _, detail = name.partition(":")
+        fits = {"openai": bool(detail), "dflash-tree": detail.isdecimal()}.get(kind, False) if detail else name in NAMES
+        if not fits:
+            raise UsageError(f"method {name!r} is unknown; use {', '.join(NAMES)}")
+
+
+def make_method(name: str, target: Target, drafter: DFlashDrafter | None, model: str) -> Method:
+    """A method by name.
+
+    Args:
+        target: of this engine.
+        drafter: for the methods that need one.
+        model: where the target's weights lie, for the peers that load their own.
+
+    Raises:
+        UsageError: no drafter for it, or nothing to run it with.
+    """
+    refuse_unknown([name])
+    kind, _, detail = name.partition(":")
+    if kind == "openai":
+        return Server(name, detail, target)
+    if kind in ("dflash", "dflash-tree", "hf-dflash") and drafter is None:
+        raise UsageError(f"method {name} needs a drafter")
+    if name in ("ar", "lookup", "dflash", "dflash-tree"):
+        made: Drafter | None = {"ar": None, "lookup": LookupDrafter()}.get(name, drafter)
+        return Engine(name, target, with_tree(target, made, "auto" if name == "dflash-tree" else "off"))
+    if kind == "dflash-tree":
+        return Engine(name, target, with_tree(target, drafter, int(detail)))
+    return Transformers(name, target, drafter if name == "hf-dflash" else None, model)
+
+
+class Engine:
+    """This engine, with or without a drafter."""
+
+    def __init__(self, name: str, target: Target, drafter: Drafter | None):
+        self.name, self.target, self.drafter = name, target, drafter
+        self.drafted = drafter is not None
+        self.extra_bytes: int | None = 0
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
+        requests = [Request(prompt, params, self.target, row) for row, prompt in enumerate(prompts)]
+        draft = verify = 0.0
+        accepted: dict[int, list[int]] = {id(request): [] for request in requests}
+        for round in decode(self.target, self.drafter, requests, len(requests)):
+            if round.prefill:
+                continue
+            draft, verify = draft + round.draft_seconds, verify + round.verify_seconds
+            if self.drafted:
+                for (request, _), count in zip(round.emitted, round.accepted, strict=True):
+                    accepted[id(request)].append(count)
+        if self.drafter is not None:
+            self.extra_bytes = self.drafter.bytes()
+        share = len(requests)
+        return [
+            Answer(
+                list(request.output),
+                request.text,
+                request.prefill_seconds,
+                request.decode_seconds,
+                request.rounds,
+                accepted[id(request)],
+                draft / share if self.drafted else None,
+                verify / share if self.drafted else None,
+            )
+            for request in requests
+        ]
+
+
+class Transformers:
+    """``generate`` of an untouched transformers model in the target's dtype, plain or with its own DFlash loop."""
+
+    def __init__(self, name: str, target: Target, drafter: DFlashDrafter | None, model: str):
+        self.name, self.target, self.drafted = name, target, drafter is not None
+        # The weights once more: this engine packs those of its own copy.
+        self.model: PreTrainedModel = load_model(model, target.dtype, str(target.device))[0].eval()
+        self.extra_bytes: int | None = 0
+        self.options: dict[str, Any] = {}
+        if drafter is not None:
+            self.options = {"assistant_model": AssistantDrafter(drafter, self.model), "speculation_type": "dflash"}
+            self.extra_bytes = sum(p.numel() * p.element_size() for p in drafter.network.parameters())
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
+        if len(prompts) > 1:
+            raise UsageError(f"{self.name} is measured one prompt at a time; use --batch 1")
+        ids = torch.tensor([list(prompts[0])], device=self.target.device)
+        clock = _Clock(ids.shape[1])
+        how: dict[str, Any] = {"do_sample": False} if params.greedy else _sampled(params)
+        ends = None if params.ignore_eos else list(self.target.end_tokens) or None
+        if not params.greedy:
+            torch.manual_seed(params.seed or 0)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=min(params.max_new_tokens, self.target.context - ids.shape[1]),
+                eos_token_id=ends,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([clock]),
+                **how,
+                **self.options,
+            )
+        ended = time.perf_counter()
+        new = out[0, ids.shape[1] :].tolist()
+        tokenizer = self.target.tokenizer
+        text = tokenizer.decode(new, skip_special_tokens=True) if tokenizer is not None else ""
+        first = clock.times[0] if clock.times else ended
+        grown = clock.grown[1:] if self.drafted else []
+        return [Answer(new, text, first - began, ended - first, len(grown), [count - 1 for count in grown])]
+
+
+class _Clock(StoppingCriteria):
+    """Never stops; notes when tokens arrive, and how many."""
+
+    def __init__(self, prompt: int):
+        self.length, self.times, self.grown = prompt, list[float](), list[int]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        self.times.append(time.perf_counter())
+        self.grown.append(input_ids.shape[1] - self.length)
+        self.length = input_ids.shape[1]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def _sampled(params: SamplingParams) -> dict[str, Any]:
+    limits = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p or None}
+    return {"do_sample": True, "temperature": params.temperature, **limits}
+
+
+class Server:
+    """A server's streamed chat completions. Its tokens are counted with the target's tokenizer."""
+
+    def __init__(self, name: str, url: str, target: Target):
+        try:
+            import httpx
+        except ImportError:
+            raise UsageError("openai:URL needs httpx; install it with `pip install blockdraft[data]`") from None
+        if target.tokenizer is None:
+            raise UsageError("openai:URL needs a target with a tokenizer, to count a server's tokens")
+        self.name, self.target, self.drafted = name, target, False
+        self.extra_bytes: int | None = None
+        base = url.rstrip("/")
+        self._http = httpx.Client(base_url=base if base.endswith("/v1") else f"{base}/v1", timeout=600)
+        try:
+            self.model = self._http.get("/models").raise_for_status().json()["data"][0]["id"]
+        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+            raise UsageError(f"{url} is no OpenAI-compatible server that answers /v1/models ({error})") from error
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
+        import httpx
+
+        if len(prompts) > 1:
+            raise UsageError(f"{self.name} is measured one prompt at a time; use --batch 1")
+        tokenizer = self.target.tokenizer
+        assert tokenizer is not None
+        body = {
+            "model": self.model,
+            "prompt": tokenizer.decode(list(prompts[0])),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "stream": True,
+        }
+        text, first, began = "", None, time.perf_counter()
+        try:
+            with self._http.stream("POST", "/completions", json=body) as response:
+                response.raise_for_status()
+                for line in response.iter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    text += json.loads(line[6:])["choices"][0].get("text", "")
+                    first = first or time.perf_counter()
+        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+            raise BlockdraftError(f"{self.name} failed: {error}") from error
+        ended = time.perf_counter()
+        first = first or ended
+        return [Answer(tokenizer(text, add_special_tokens=False)["input_ids"], text, first - began, ended - first)]

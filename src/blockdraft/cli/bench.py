@@ -1,0 +1,122 @@
+"""``blockdraft bench``: measure methods against each other, paired and interleaved."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockdraft.cli import options
+from blockdraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from blockdraft.bench.tasks import Task
+
+TASKS = "gsm8k,math500,humaneval,mbpp,mt-bench,self-instruct"
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("bench", help="measure speed and acceptance, against plain decoding and other engines")
+    group = parser.add_argument_group("what is measured")
+    group.add_argument("--tasks", metavar="A,B", help=f"of {TASKS}, own, FILE.jsonl; default: these six, or own without a hub")
+    group.add_argument("--data-dir", type=options.path, metavar="DIR", help="folder with TASK.jsonl files, instead of the hub")
+    group.add_argument(
+        "--methods",
+        default="ar,dflash,dflash-tree,lookup",
+        metavar="A,B",
+        help="of ar, dflash (a chain), dflash-tree, dflash-tree:N, lookup, hf, hf-dflash, openai:URL; default: %(default)s",
+    )
+    group.add_argument("--limit", type=options.positive, metavar="N", help="first N prompts of each task")
+    group.add_argument("--max-new-tokens", type=options.positive, default=256, metavar="N", help="default: %(default)s")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    group.add_argument("--batch", type=options.positive, default=1, metavar="N", help="prompts at the same time; default: 1")
+    group.add_argument("--repeats", type=options.positive, default=1, metavar="N", help="times are medians; default: 1")
+    group.add_argument("--seed", type=int, default=0, help="of the order, the intervals and the noise; default: 0")
+    parser.add_argument("--out", type=options.path, metavar="RESULT.json", help="write the figures")
+    parser.add_argument("--html", type=options.path, metavar="REPORT.html", help="write tables and pictures, one file")
+    parser.add_argument("--json", action="store_true", help="the figures as one JSON object on stdout")
+    models = options.add_target(parser, options.BEST_DTYPE)
+    models.add_argument("--drafter", help="drafter folder in z-lab's layout; default: the one shipped for the target")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    names = _names(args.methods)
+    for place in (args.out, args.html):
+        if place is not None and not place.resolve().parent.is_dir():
+            raise UsageError(f"there is no folder {place.resolve().parent} for {place.name}; make it first")
+    from blockdraft.bench.methods import make_method, refuse_unknown
+
+    refuse_unknown(names)
+    tasks = _tasks(args)
+    target = options.load_target(args)
+    from blockdraft.bench import runner
+    from blockdraft.load import load_drafter
+    from blockdraft.progress import Progress
+    from blockdraft.sampling import SamplingParams
+
+    if args.drafter is not None and not any("dflash" in name for name in names):
+        raise UsageError("--drafter has no effect with these methods; leave it out or add dflash")
+    drafter = load_drafter(args.drafter, target) if any("dflash" in name for name in names) else None
+    methods = [make_method(name, target, drafter, args.target) for name in names]
+    seed = args.seed if args.temperature > 0 else None
+    params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=seed)
+    total = len(methods) * args.repeats * sum(len(turns) for task in tasks for turns in task.conversations)
+    with Progress("Measuring", total, unit="answers") as progress:
+        results = runner.run(target, tasks, methods, params, args.batch, args.repeats, args.seed, progress.update)
+    settings = {
+        "target": target.name,
+        "drafter": drafter.name if drafter is not None else None,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "batch": args.batch,
+        "repeats": args.repeats,
+        "limit": args.limit,
+        "seed": args.seed,
+    }
+    _write({"environment": runner.environment(target), "settings": settings, "results": results}, args)
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UsageError("--methods is empty; name one")
+    if len(set(names)) < len(names):
+        raise UsageError(f"--methods names {next(n for n in names if names.count(n) > 1)} twice; name each once")
+    return names
+
+
+def _tasks(args: argparse.Namespace) -> "list[Task]":
+    from blockdraft.bench.tasks import own_tasks, read_tasks
+
+    if args.tasks is not None:
+        names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+        if not names:
+            raise UsageError("--tasks is empty; name one")
+        return read_tasks(names, args.data_dir, args.limit)
+    try:
+        return read_tasks(TASKS.split(","), args.data_dir, args.limit)
+    except UsageError as error:
+        if args.data_dir is not None:
+            raise
+        print(f"blockdraft: {error}; measuring with own prompts", file=sys.stderr)
+        return [type(task)(task.name, task.source, task.conversations[: args.limit]) for task in own_tasks()]
+
+
+def _write(document: dict[str, object], args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from blockdraft.bench import report
+    from blockdraft.store import write_whole
+
+    if args.json:
+        print(json.dumps(document))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 150)
+        console.print(report.table(document["results"]))  # type: ignore[arg-type]
+    if args.out is not None:
+        out: Path = args.out
+        write_whole(out, lambda path: path.write_text(json.dumps(document, indent=1) + "\n"))
+    if args.html is not None:
+        report.write_html(document, args.html)

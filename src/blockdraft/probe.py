@@ -1,0 +1,111 @@
+"""Probe: what a verification and a draft cost on this machine, measured once per pair and dtype and kept in the store."""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from blockdraft.budget import MOST, Costs
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.tree import grow
+from blockdraft.errors import UsageError
+from blockdraft.kernels import processor
+from blockdraft.proposal import Proposal
+from blockdraft.store import store_folder, write_whole
+from blockdraft.target import Target
+
+CONTEXT = 256  # tokens in the cache while measuring
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST + 1)  # tokens of a verification, the anchor included
+REPEATS = 4
+FORMAT = 1  # changes when what is measured does
+
+
+def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
+    """The pair's costs: from the store, or measured now, which takes seconds, said on stderr."""
+    place = store_folder() / "costs" / f"{_key(target, drafter)}.json"
+    try:
+        found = json.loads(place.read_text())
+        return Costs(*(tuple((int(tokens), float(seconds)) for tokens, seconds in found[name]) for name in ("verify", "draft")))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    began = time.perf_counter()
+    costs = measure(target, drafter)
+    if time.perf_counter() - began > 1:
+        print("blockdraft: measured what tokens cost on this machine, once; kept for the next start", file=sys.stderr)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(place, lambda path: path.write_text(json.dumps(asdict(costs))))
+    except OSError:
+        pass  # a store that cannot be written costs a measurement per start, and nothing else
+    return costs
+
+
+def measure(target: Target, drafter: DFlashDrafter) -> Costs:
+    """Measure a pair, one row of ``CONTEXT`` tokens.
+
+    Raises:
+        UsageError: the target's context is too short to measure in.
+    """
+    context = min(CONTEXT, target.context - MOST - 1)
+    if context < 1:
+        raise UsageError(f"a context of {target.context} tokens leaves no room for a tree; use --tree off")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, target.vocab_size, (context,), generator=generator).tolist()
+    cache = target.new_cache(1, context + MOST + 1)
+    drafter.reset(1, context + MOST + 1)
+    for _, features in target.prefill(cache, 0, ids, drafter.taps):
+        assert features is not None
+        tokens = torch.tensor([ids[: features.shape[1]]], device=target.device)
+        drafter.observe(0, tokens, features, [tokens.shape[1]])
+    anchors = torch.tensor(ids[:1], device=target.device)
+    verify = [(size, _seconds(lambda size=size: _verified(target, cache, anchors, size, drafter))) for size in SIZES]
+    slots = sorted({2, (drafter.block_size + 1) // 2, drafter.block_size} - {0, 1})
+    draft = [(count, _seconds(lambda count=count: _drafted(drafter, anchors, count))) for count in slots]
+    return Costs(_rising(verify), _rising(draft))
+
+
+def _verified(target: Target, cache: object, anchors: torch.Tensor, size: int, drafter: DFlashDrafter) -> None:
+    device = target.device
+    parents = torch.arange(size - 1, device=device)[None]
+    proposal = Proposal(torch.arange(size - 1, device=device)[None] % target.vocab_size, [size], parents if size > 1 else None)
+    logits, _ = target.verify(cache, anchors, proposal, drafter.taps)  # type: ignore[arg-type]
+    logits.max(dim=-1).indices.tolist()
+
+
+def _drafted(drafter: DFlashDrafter, anchors: torch.Tensor, slots: int) -> None:
+    logs, words = drafter.likely(anchors, [slots], MOST)
+    copies = words.new_empty(1, 0)
+    grow(logs, words, copies, logs.new_empty(1, 0), MOST)[2].tolist()
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    """The fastest of a few: what else runs on the machine only ever adds time."""
+    work()
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _rising(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """More tokens never cost less: what says so is noise."""
+    highest, rising = 0.0, []
+    for tokens, seconds in points:
+        highest = max(highest, seconds)
+        rising.append((tokens, highest))
+    return tuple(rising)
+
+
+def _key(target: Target, drafter: DFlashDrafter) -> str:
+    c = drafter.config.backbone
+    drafted = (c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.num_attention_heads, drafter.block_size, drafter.taps)
+    where = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else f"{processor()}{torch.get_num_threads()}"
+    config = target.model.config.to_json_string()
+    described = json.dumps([FORMAT, torch.__version__, where, str(target.device), str(target.dtype), config, drafted])
+    return hashlib.sha256(described.encode()).hexdigest()[:24]

@@ -1,0 +1,183 @@
+"""The benchmark: figures from known answers, peers that say the same, and a result file whose every field is there."""
+
+import json
+import statistics
+
+import pytest
+import torch
+
+from blockdraft.bench import runner
+from blockdraft.bench.methods import Answer, Engine, Transformers, make_method
+from blockdraft.bench.runner import Measured, figures
+from blockdraft.bench.tasks import DATASETS, Task, own_tasks, read_tasks
+from blockdraft.cli.main import main
+from blockdraft.errors import UsageError
+from blockdraft.formats.transformers import AssistantDrafter
+from blockdraft.load import load_drafter, load_target
+from blockdraft.sampling import SamplingParams
+from tests import test_parity, tiny
+from tests.doubles import random_drafter
+
+FIELDS = set(
+    "task source method prompts new_tokens rounds acceptance_length acceptance_by_position first_slot_acceptance accepted_lengths "
+    "tokens_per_second end_to_end_tokens_per_second time_to_first_token_s speedup speedup_low speedup_high identical_to_ar "
+    "model_bytes extra_bytes time_split".split()
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_folder, tmp_path_factory):
+    target = load_target(tiny_folder, dtype="float32")
+    folder = tmp_path_factory.mktemp("drafter")
+    test_parity.save_pair(folder, target, vocab_size=260)
+    return target, load_drafter(folder, target), folder
+
+
+def answer(count, seconds, accepted=(), ids=None):
+    return Answer(ids or list(range(count)), "", 0.5, seconds, len(accepted), list(accepted), 0.1, 0.2)
+
+
+def test_figures_of_known_answers():
+    plain = Measured([[answer(11, 10.0)], [answer(21, 10.0)], [answer(5, 2.0)]])
+    fast = Measured([[answer(11, 5.0, [2, 0, 5])], [answer(21, 2.5, [9, 9])], [answer(5, 2.0, [3])]])
+    found = figures(fast, plain, True, 0)
+    assert found["speedup"] == pytest.approx(2.0)  # of 2, 4 and 1
+    assert (found["speedup_low"], found["speedup_high"]) == (1.0, 4.0)
+    assert found["new_tokens"] == 37
+    assert found["rounds"] == 6
+    assert found["acceptance_length"] == pytest.approx(34 / 6)
+    assert found["first_slot_acceptance"] == pytest.approx(5 / 6)
+    assert found["acceptance_by_position"] == pytest.approx([5 / 6, 5 / 6, 4 / 6, 3 / 6, 3 / 6, 2 / 6, 2 / 6, 2 / 6, 2 / 6])
+    assert found["accepted_lengths"] == [1, 0, 1, 1, 0, 1, 0, 0, 0, 2]
+    assert found["tokens_per_second"] == pytest.approx(34 / 9.5)
+    assert found["end_to_end_tokens_per_second"] == pytest.approx(37 / 11.0)
+    assert found["identical_to_ar"] == 1.0
+    assert found["time_split"]["other"] == pytest.approx((9.5 - 0.3 - 0.6) / 6)
+
+
+def test_speedup_is_paired_and_times_are_medians_of_repeats():
+    plain = Measured([[answer(11, s) for s in (1.0, 9.0, 2.0)], [answer(11, 10.0)] * 3])
+    fast = Measured([[answer(11, 1.0)] * 3, [answer(11, 5.0, ids=[9] * 11)] * 3])
+    found = figures(fast, plain, False, 0)
+    assert found["speedup"] == pytest.approx(statistics.median([2.0, 2.0]))
+    assert found["identical_to_ar"] == 0.5
+    assert found["acceptance_length"] is None
+    assert figures(fast, None, False, 0)["speedup"] is None
+
+
+def test_every_method_answers_alike(pair, tiny_folder):
+    target, drafter, _ = pair
+    prompts = [tiny.prompt(length, length) for length in (9, 4)]
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    names = ["ar", "dflash", "dflash-tree", "dflash-tree:9", "lookup", "hf", "hf-dflash"]
+    methods = {name: make_method(name, target, drafter, str(tiny_folder)) for name in names}
+    expected = [methods["ar"].answer([prompt], params)[0].ids for prompt in prompts]
+    for name, method in methods.items():
+        found = [method.answer([prompt], params)[0] for prompt in prompts]
+        assert [a.ids for a in found] == expected, name
+        for a in found:
+            assert a.first_seconds > 0
+            assert a.decode_seconds > 0
+            assert (a.rounds > 0) == method.drafted
+            assert sum(a.accepted) + a.rounds >= 19 * method.drafted
+    ours, theirs = (methods[name].answer([prompts[0]], params)[0] for name in ("dflash", "hf-dflash"))
+    assert ours.rounds == theirs.rounds, "transformers' loop over our network takes the same rounds"
+    assert [a.ids for a in methods["dflash-tree"].answer(prompts, params)] == expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"causal": (True, False)}, {"windows": (5, None)}, {"embedding_scale": 2.0}])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_assistant_drafts_as_the_drafter_does(family, changes):
+    """Windows, causal layers, scales on both sides: the same number of rounds is the same drafts."""
+    target, plain = tiny.target(family), tiny.model(family)
+    drafter = random_drafter(target, **changes)
+    prompt = tiny.prompt(11, 1)
+    ours = Engine("dflash", target, drafter).answer([prompt], SamplingParams(max_new_tokens=24, ignore_eos=True))[0]
+    theirs = Transformers.__new__(Transformers)
+    theirs.name, theirs.target, theirs.drafted, theirs.model, theirs.extra_bytes = "hf-dflash", target, True, plain, 0
+    theirs.options = {"assistant_model": AssistantDrafter(drafter, plain), "speculation_type": "dflash"}
+    found = theirs.answer([prompt], SamplingParams(max_new_tokens=24, ignore_eos=True))[0]
+    assert found.ids == ours.ids
+    assert found.accepted == ours.accepted
+
+
+def test_a_run_interleaves_and_takes_both_turns(pair):
+    target, drafter, _ = pair
+    calls = []
+
+    class Spy(Engine):
+        def answer(self, prompts, params):
+            calls.append((self.name, [len(p) for p in prompts]))
+            return super().answer(prompts, params)
+
+    methods = [Spy("ar", target, None), Spy("dflash", target, drafter)]
+    turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "c"}]]
+    task = Task("t", "here", [turns, turns[:1], turns])
+    results = runner.run(target, [task], methods, SamplingParams(max_new_tokens=6), 1, 2, 0, lambda done: None)
+    assert [r["method"] for r in results] == ["ar", "dflash"]
+    assert all(set(r) == FIELDS and r["prompts"] == 5 for r in results)
+    measured = calls[2:]
+    assert len(measured) == 2 * 2 * 5
+    assert {name for name, _ in measured[:2]} == {"ar", "dflash"}, "each prompt is answered by all before the next"
+    assert measured[4][1][0] > measured[0][1][0], "the second turn stands behind the first and its answer"
+    assert len({tuple(name for name, _ in measured[i : i + 2]) for i in range(0, 20, 2)}) == 2, "in both orders"
+    assert results[1]["identical_to_ar"] == 1.0
+
+
+def test_command_writes_json_and_one_html_file(pair, tiny_folder, tmp_path, capsys):
+    data = tmp_path / "mt-bench.jsonl"
+    data.write_text('{"turns": ["a b", "c"]}\n{"turns": ["d"]}\n{"turns": ["e"]}\n')
+    out, report = tmp_path / "r.json", tmp_path / "r.html"
+    arguments = ["bench", "--target", str(tiny_folder), "--drafter", str(pair[2]), "--dtype", "float32", "--tasks", "mt-bench,own"]
+    arguments += ["--data-dir", str(tmp_path), "--limit", "2", "--max-new-tokens", "8", "--methods", "ar,dflash-tree:8,hf-dflash"]
+    assert main([*arguments, "--out", str(out), "--html", str(report)]) == 0
+    shown = capsys.readouterr().out
+    assert "hf-dflash" in shown
+    assert "own-mathematics" in shown
+    document = json.loads(out.read_text())
+    assert {"machine", "cpu_flags", "threads", "versions", "dtype", "git"} <= set(document["environment"])
+    assert len(document["results"]) == 3 * 7
+    assert all(set(r) == FIELDS for r in document["results"])
+    assert document["results"][0]["prompts"] == 3
+    text = report.read_text()
+    assert text.count("data:image/png;base64,") == 4
+    assert "http" not in text.replace("https://", "http")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--methods", "magic"], "method 'magic' is unknown"),
+        (["--methods", "ar,ar"], "--methods names ar twice"),
+        (["--methods", "dflash-tree:x"], "is unknown"),
+        (["--tasks", "poems"], "task 'poems' is unknown; use gsm8k"),
+        (["--tasks", "gsm8k", "--data-dir", "nowhere"], "there is no nowhere/gsm8k.jsonl"),
+        (["--out", "nowhere/at/all.json"], "for all.json; make it first"),
+        (["--methods", "hf", "--batch", "2"], "hf is measured one prompt at a time"),
+        (["--methods", "openai:http://127.0.0.1:9"], "is no OpenAI-compatible server"),
+    ],
+)
+def test_bad_input(arguments, said, tiny_folder, capsys):
+    base = ["bench", "--target", str(tiny_folder), "--tasks", "own", "--methods", "ar", "--max-new-tokens", "4", "--limit", "2"]
+    assert main([*base, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_tasks():
+    assert set(DATASETS) == {"gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "self-instruct"}
+    own = own_tasks()
+    assert [len(task.conversations) for task in own] == [8] * 6
+    assert [t.name for t in read_tasks(["own"], None, 1)] == [t.name for t in own]
+    with pytest.raises(UsageError, match="cannot be had from the hub"):
+        read_tasks(["gsm8k"], None, 1)
+
+
+def test_memory_is_counted(pair):
+    target, drafter, _ = pair
+    engine = Engine("dflash", target, drafter)
+    engine.answer([tiny.prompt(5, 0)], SamplingParams(max_new_tokens=4))
+    weights = sum(p.numel() * 4 for p in drafter.network.parameters())
+    assert engine.extra_bytes > weights
+    assert torch.tensor(Engine("ar", target, None).extra_bytes) == 0

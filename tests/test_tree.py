@@ -1,0 +1,303 @@
+"""Draft trees: the best prefixes, copies among them, a budget by cost, and output that no shape can change."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockdraft.budget import MOST, Budget, Costs, Pending
+from blockdraft.decode import decode
+from blockdraft.drafters.lookup import History, LookupDrafter
+from blockdraft.drafters.tree import TreeDrafter, grow
+from blockdraft.errors import UsageError
+from blockdraft.proposal import Proposal
+from blockdraft.request import Request
+from blockdraft.sampling import SamplingParams
+from tests import tiny
+from tests.doubles import Scripted, random_drafter
+
+FREE = Costs(verify=((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (16, 1.0), (33, 1.0), (65, 1.0)), draft=((2, 0.01), (8, 0.01)))
+DEAR = Costs(verify=((1, 1.0), (2, 1.9), (4, 3.7), (8, 7.5), (16, 15.0)), draft=((2, 0.5), (8, 0.5)))
+COUNT = 24
+
+
+def run(target, drafter, prompts, batch_size=1, **params):
+    requests = [
+        Request(prompt, SamplingParams(**{"max_new_tokens": COUNT, "stop_token_ids": (), **params}), target, row)
+        for row, prompt in enumerate(prompts)
+    ]
+    list(decode(target, drafter, requests, batch_size))
+    return requests
+
+
+class Sure(Scripted):
+    """Marginals that give the guess a set probability, and the rest of it to the next id."""
+
+    def __init__(self, guess, probability=0.9, block_size=8, vocabulary=tiny.VOCABULARY):
+        super().__init__(guess, block_size)
+        self.probability, self.vocabulary = probability, vocabulary
+
+    def likely(self, anchors, widths, most):
+        chain = self.propose(anchors, widths, None)
+        tokens = chain.tokens[..., None]
+        words = torch.cat([tokens, (tokens + 1) % self.vocabulary], dim=-1)
+        logs = torch.tensor([self.probability, 1 - self.probability]).log().expand(*words.shape).clone()
+        inside = torch.arange(1, max(widths)) < torch.tensor(list(widths))[:, None]
+        return logs.masked_fill(~inside[..., None], float("-inf")), words
+
+
+def knowing(answers, right=True):
+    def guess(ids, count):
+        for prompt, answer in answers.items():
+            if tuple(ids[: len(prompt)]) == prompt:
+                at = len(ids) - len(prompt)
+                return [(t + 2 * (not right)) % tiny.VOCABULARY for t in answer[at : at + count]]
+        return []
+
+    return guess
+
+
+# ---- the tree
+
+
+def brute(logs, words, copy, copy_logs, nodes):
+    """Scores of the best prefixes by enumerating all of them."""
+    slots, k = logs.shape
+    scores = {}
+    for depth in range(1, slots + 1):
+        for ranks in itertools.product(range(k), repeat=depth):
+            prefix = tuple(int(words[i, r]) for i, r in enumerate(ranks))
+            scores[prefix] = sum(float(logs[i, r]) for i, r in enumerate(ranks))
+    for depth in range(1, len(copy) + 1):
+        if copy_logs[depth - 1] == float("-inf"):
+            break
+        prefix = tuple(copy[:depth])
+        raised = max(scores.get(prefix, float("-inf")), copy_logs[depth - 1])
+        behind = scores.get(prefix, float("-inf"))
+        for longer in [p for p in scores if p[:depth] == prefix]:  # what the drafter adds behind a copy starts from its probability
+            if behind > float("-inf"):
+                scores[longer] += raised - behind
+        scores[prefix] = raised
+        for extra in range(1, slots - depth + 1):
+            for ranks in itertools.product(range(k), repeat=extra):
+                tail = tuple(int(words[depth + i, r]) for i, r in enumerate(ranks))
+                if prefix + tail not in scores:
+                    scores[prefix + tail] = raised + sum(float(logs[depth + i, r]) for i, r in enumerate(ranks))
+    return sorted(scores.values(), reverse=True)[:nodes], scores
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 4), st.integers(0, 5), st.integers(1, 12), st.floats(0.1, 0.99))
+@settings(max_examples=150, deadline=None)
+def test_grow_finds_the_best_prefixes(seed, slots, k, copied, nodes, sure):
+    generator = torch.Generator().manual_seed(seed)
+    k = max(k, 1)
+    logits = torch.randn(1, slots, 8, generator=generator)
+    logs, words = logits.log_softmax(-1).topk(k, dim=-1)
+    copy = torch.randint(0, 8, (1, copied), generator=generator)
+    copy_logs = torch.tensor([[math.log(sure) * (i + 1) for i in range(copied)]]).view(1, copied)
+    tokens, parents, scores = grow(logs, words, copy, copy_logs, nodes)
+    expected, known = brute(logs[0], words[0], copy[0].tolist(), copy_logs[0].tolist(), nodes)
+    real = [s for s in scores[0].tolist() if s > float("-inf")]
+    if k >= nodes or k == 8:  # else a dropped sibling may be missed
+        assert real == pytest.approx(expected, abs=1e-4)
+    paths = {0: ()}
+    for i, (token, parent, score) in enumerate(zip(tokens[0].tolist(), parents[0].tolist(), scores[0].tolist(), strict=True), 1):
+        if score == float("-inf"):
+            continue
+        assert parent < i, "a parent stands before its child"
+        paths[i] = (*paths[parent], token)
+        assert known[paths[i]] == pytest.approx(score, abs=1e-4)
+    assert len(set(paths.values())) == len(paths), "no prefix twice"
+    assert scores[0].tolist() == sorted(scores[0].tolist(), reverse=True)
+
+
+def test_grow_rows_do_not_mix():
+    generator = torch.Generator().manual_seed(0)
+    logs, words = torch.randn(5, 4, 30, generator=generator).log_softmax(-1).topk(8, dim=-1)
+    copy = torch.randint(0, 30, (5, 6), generator=generator)
+    copy_logs = -torch.arange(1.0, 7.0).expand(5, -1) * torch.rand(5, 1, generator=generator)
+    copy_logs[2] = float("-inf")
+    together = grow(logs, words, copy, copy_logs, 20)
+    for row in range(5):
+        alone = grow(*(x[row : row + 1] for x in (logs, words, copy, copy_logs)), 20)
+        for a, b in zip(together, alone, strict=True):
+            assert torch.equal(a[row], b[0])
+
+
+@given(st.integers(1, 40), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_lineage_of_random_trees(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.tensor([[int(torch.randint(0, i + 1, (), generator=generator)) for i in range(count)]])
+    proposal = Proposal(torch.zeros(1, count, dtype=torch.long), [count + 1], parents)
+    seen, depths = torch.zeros(count + 1, count + 1, dtype=torch.bool), []
+    for node in range(count + 1):
+        at, steps = node, 0
+        while True:
+            seen[node, at] = True
+            if at == 0:
+                break
+            at, steps = int(parents[0, at - 1]), steps + 1
+        depths.append(steps)
+    assert torch.equal(proposal.visible()[0], seen)
+    assert proposal.depths()[0].tolist() == depths[1:]
+
+
+# ---- copies
+
+
+def test_history_finds_the_longest_and_latest():
+    history = History()
+    history.extend([1, 2, 3, 9, 2, 3, 7, 5, 2])
+    assert history.continuation(3, 3) == ([7, 5, 2], 2)  # "2 3": the latest
+    history.extend([3, 1, 2])
+    assert history.continuation(3, 2) == ([9, 2], 3)  # "1 2 3" is longer
+    assert history.continuation(8, 3) == ([], 0)
+
+
+def test_history_goes_on_with_a_period():
+    history = History()
+    history.extend([4, 5, 4])
+    assert history.continuation(5, 7)[0] == [4, 5, 4, 5, 4, 5, 4]
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(0, 30))
+@settings(max_examples=60, deadline=None)
+def test_history_forgets_what_is_truncated(tokens, kept):
+    cut, plain = History(), History()
+    cut.extend(tokens)
+    cut.truncate(min(kept, len(tokens)))
+    plain.extend(tokens[:kept])
+    for anchor in range(4):
+        assert cut.continuation(anchor, 5) == plain.continuation(anchor, 5)
+
+
+# ---- lossless
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [tiny.prompt(length, seed) for seed, length in enumerate((6, 1, 11, 8))]
+
+
+@pytest.fixture(scope="module")
+def answers(reference, prompts):
+    return {tuple(prompt): tiny.greedy(reference, prompt, COUNT + 40) for prompt in prompts}
+
+
+def make(kind, llama, answers):
+    return {
+        "random": lambda: random_drafter(llama),
+        "right": lambda: Sure(knowing(answers)),
+        "wrong": lambda: Sure(knowing(answers, right=False)),
+    }[kind]()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("budget", ["1", "5", "64", "free", "dear"])
+@pytest.mark.parametrize("kind", ["random", "right", "wrong"])
+def test_greedy_output_is_the_targets_own(kind, budget, batch_size, llama, prompts, answers):
+    costs = {"free": FREE, "dear": DEAR}.get(budget)
+    drafter = TreeDrafter(make(kind, llama, answers), Budget(costs, 8, None if costs else int(budget)))
+    for request in run(llama, drafter, prompts, batch_size):
+        assert request.output == answers[tuple(request.prompt)][:COUNT]
+        if kind == "right" and budget in ("64", "free"):
+            assert request.rounds < COUNT / 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "gemma2", "gpt2", "gpt_oss"])
+def test_families(family):
+    target, plain = tiny.target(family), tiny.model(family)
+    some = [tiny.prompt(length, length) for length in (12, 3)]
+    for drafter in (TreeDrafter(random_drafter(target), Budget(None, 8, 40)), LookupDrafter()):
+        for request in run(target, drafter, some, 2):
+            assert request.output == tiny.greedy(plain, request.prompt, COUNT)
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_seeded_sampling_is_that_of_plain_decoding(budget, llama, prompts, answers):
+    how = {"temperature": 0.9, "top_p": 0.95, "seed": 3}
+    plain = run(llama, None, prompts, **how)
+    for drafter in (TreeDrafter(random_drafter(llama), Budget(None, 8, budget)), LookupDrafter()):
+        for drafted, alone in zip(run(llama, drafter, prompts, 2, **how), plain, strict=True):
+            assert drafted.output == alone.output
+
+
+def test_rejection_has_no_tree(llama):
+    drafter = TreeDrafter(random_drafter(llama), Budget(None, 8, 8))
+    with pytest.raises(UsageError, match="chosen, not drawn"):
+        run(llama, drafter, [tiny.prompt(5, 0)], temperature=1.0, acceptance="rejection")
+
+
+def test_repeated_text_is_copied_without_a_draft():
+    """This greedy model falls into a loop."""
+    target = tiny.target("gemma", seed=1)
+    prompt, drafter = tiny.prompt(6, 0), random_drafter(target)
+    alone = run(target, None, [prompt], max_new_tokens=160)[0]
+    request = run(target, TreeDrafter(drafter, Budget(FREE, 8)), [prompt], max_new_tokens=160)[0]
+    assert request.output == alone.output
+    assert 159 / request.rounds > 3
+    assert drafter.forwards < request.rounds
+
+
+# ---- the budget
+
+
+@given(st.lists(st.floats(-6, -0.01), min_size=1, max_size=40), st.integers(0, 10**6), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_nodes_are_the_optimum_of_the_cost_curve(logs, seed, rows):
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.rand(9, generator=generator).cumsum(0).tolist()
+    costs = Costs(tuple(zip((1, 2, 3, 5, 8, 12, 16, 32, 64), steps, strict=True)), ((2, 0.2), (8, 0.3)))
+    budget = Budget(costs, 8)
+    scores = sorted(logs, reverse=True)
+    [chosen, *others] = budget.nodes([scores] * rows, 8)
+    assert all(other == chosen for other in others)
+    gains = [budget._nodes.of(min(int(-s / 0.5), 23)) for s in scores]
+
+    def rate(n):
+        return (rows + rows * sum(gains[:n])) / (costs.of_draft(8 * rows) + costs.of_verify(rows * (n + 1)))
+
+    best = max(rate(tokens - 1) for tokens, _ in costs.verify)
+    assert rate(chosen) == pytest.approx(best) or chosen == len(scores)
+
+
+def test_probabilities_are_corrected_by_outcomes():
+    budget = Budget(FREE, 8)
+    before = budget._nodes.of(1)
+    for _ in range(200):
+        budget.reset(1)
+        budget.proposed([Pending([5], [0], [-0.6], 8, [], 0)])
+        budget.learn(0, [[4]])
+    assert budget._nodes.of(1) < before / 5
+    for _ in range(2000):
+        budget.reset(1)
+        budget.proposed([Pending([5], [0], [-0.6], 8, [], 0)])
+        budget.learn(0, [[4, 5]])
+    assert budget._nodes.of(1) > 0.8
+
+
+def test_drafting_rests_where_it_never_pays_and_comes_back(llama, reference, prompts):
+    prompt = prompts[0]
+    right = {tuple(prompt): tiny.greedy(reference, prompt, 200)}
+    costs = Costs(verify=((1, 1.0), (4, 1.3), (8, 1.5), (16, 2.5)), draft=((2, 0.3), (8, 0.3)))
+    good, bad = knowing(right), knowing(right, right=False)
+    switch = Sure(lambda ids, count: (bad if len(ids) < 110 else good)(ids, count))
+    request = run(llama, TreeDrafter(switch, Budget(costs, 8), copy=False), [prompt], max_new_tokens=180)[0]
+    assert request.output == right[tuple(prompt)][:180]
+    early = switch.forwards
+    assert request.rounds < 180 - 25, "drafting came back when it paid"
+    alone = run(llama, TreeDrafter(Sure(bad), Budget(costs, 8), copy=False), [prompt], max_new_tokens=180)[0]
+    assert alone.rounds == 179
+    wrong = Sure(bad)
+    run(llama, TreeDrafter(wrong, Budget(costs, 8), copy=False), [prompt], max_new_tokens=180)
+    assert wrong.forwards < 60 and early > wrong.forwards
+
+
+def test_a_large_tree_fits(llama, prompts):
+    drafter = TreeDrafter(random_drafter(llama), Budget(None, 8, MOST))
+    request = run(llama, drafter, [prompts[0]])[0]
+    assert request.output
