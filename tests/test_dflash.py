@@ -5,8 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockdraft.budget import Budget
+from blockdraft.decode import decode
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.shortlist import Shortlist, read_shortlist, write_shortlist
+from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import default_taps, visibility_per_layer
+from blockdraft.request import Request
+from blockdraft.sampling import SamplingParams
 from tests import tiny
 from tests.doubles import dflash_config, random_drafter
 from tests.training import block_logits, sequence_features
@@ -43,7 +50,7 @@ def test_training_forward_equals_decoding_forward(variant, llama, sequence):
     anchors = torch.tensor([1, 2, 9, 17, 30])
     together = block_logits(drafter, features, ids, anchors)
     for logits, anchor in zip(together, anchors, strict=True):
-        torch.testing.assert_close(logits, decoded_logits(drafter, ids, features, int(anchor)), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits[1:], decoded_logits(drafter, ids, features, int(anchor)), atol=1e-5, rtol=1e-5)
 
 
 def test_casts_keep_the_rotary_frequencies(llama):
@@ -157,6 +164,53 @@ def test_default_taps(layers, taps, expected):
     assert default_taps(layers, taps) == expected
 
 
+def test_a_shortlist_picks_among_its_words_and_changes_no_output(llama, reference, tmp_path):
+    """The chain, the tree and the drawn chain over 30 of 67 words."""
+    whole = random_drafter(llama)
+    ids = torch.tensor([9, 4, *range(10, 67, 2)])
+    short = DFlashDrafter(whole.network, llama.embed, llama.head, shortlist=Shortlist(ids, llama.head))
+    prompt = tiny.prompt(7, 2)
+    for drafter in (whole, short):
+        drafter.reset(1, 64)
+        features = sequence_features(llama, prompt, (0, 1, 3))
+        drafter.observe(0, torch.tensor([prompt]), features, [7])
+    anchor = torch.tensor([5])
+    full = whole.logits(anchor, [8])
+    torch.testing.assert_close(short.logits(anchor, [8]), full[..., ids], atol=1e-5, rtol=1e-5)
+    expected = ids[full[..., ids].argmax(-1)]
+    assert torch.equal(short.propose(anchor, [8], None).tokens, expected)
+    logs, words = short.likely(anchor, [8], 64)
+    assert torch.equal(words[..., 0], expected)
+    assert logs.shape[-1] == 31
+    torch.testing.assert_close(logs.exp().sum(-1), torch.ones(1, 7))
+    for params in ({}, {"temperature": 1.0, "seed": 1}):
+        for made in (short, TreeDrafter(short, Budget(None, 8, 20))):
+            request = Request(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True, **params), llama)
+            plain = Request(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True, **params), llama)
+            list(decode(llama, made, [request]))
+            list(decode(llama, None, [plain]))
+            assert request.output == plain.output
+    drawn = Request(prompt, SamplingParams(max_new_tokens=20, temperature=1.0, acceptance="rejection", seed=1), llama)
+    list(decode(llama, short, [drawn]))
+    assert drawn.rounds > 0
+
+
+def test_a_shortlist_file_is_checked(tmp_path):
+    assert read_shortlist(tmp_path, 10) is None
+    write_shortlist([3, 1, 2], tmp_path)
+    assert read_shortlist(tmp_path, 4).tolist() == [3, 1, 2]
+    with pytest.raises(UsageError, match="different ids from 0 to 2"):
+        read_shortlist(tmp_path, 3)
+    write_shortlist([3, 3], tmp_path)
+    with pytest.raises(UsageError, match="different ids"):
+        read_shortlist(tmp_path, 9)
+    (tmp_path / "shortlist.safetensors").write_bytes(b"x")
+    with pytest.raises(UsageError, match="damaged or no shortlist"):
+        read_shortlist(tmp_path, 9)
+    write_shortlist([], tmp_path)
+    assert read_shortlist(tmp_path, 9) is None
+
+
 def test_narrow_rows_do_not_see_padding(llama, sequence):
     """In a ragged batch a narrower row drafts what it drafts alone."""
     ids, features = sequence
@@ -168,7 +222,7 @@ def test_narrow_rows_do_not_see_padding(llama, sequence):
     alone = random_drafter(llama)
     alone.reset(1, 64)
     alone.observe(0, ids[None, :7], features[:, :7], [7])
-    torch.testing.assert_close(both[1, :3], alone.logits(torch.tensor([6]), [3])[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(both[1, :2], alone.logits(torch.tensor([6]), [3])[0], atol=1e-5, rtol=1e-5)
 
 
 def test_features_of_padding_are_forgotten(llama, sequence):

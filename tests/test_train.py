@@ -294,7 +294,7 @@ def by_hand(query, keys, values, mask, scale):
 
 
 def test_the_result_is_a_drafter_that_others_load(place, tmp_path, capsys):
-    config = recipe(place / "target", place / "corpus", tmp_path / "run", max_steps=20, evaluate_every=10)
+    config = recipe(place / "target", place / "corpus", tmp_path / "run", max_steps=20, evaluate_every=10, shortlist=12)
     arguments = [f"{key}={json.dumps(value)}" for key, value in vars(config).items()]
     assert main(["train", *arguments]) == 0
     printed = capsys.readouterr()
@@ -305,6 +305,8 @@ def test_the_result_is_a_drafter_that_others_load(place, tmp_path, capsys):
     drafter = load_drafter(folder, target)
     assert drafter.config.taps == (0, 1, 3)
     assert drafter.config.mask_token_id == 5
+    assert drafter.shortlist is not None
+    assert len(drafter.shortlist.ids) == 12
     card = (folder / "README.md").read_text()
     for word in ("acceptance length", "first slot", "answer tokens", "licence", "learning_rate: 0.003"):
         assert word in card

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from blockdraft.drafters.dflash import DFlash, DFlashDrafter
+from blockdraft.drafters.shortlist import Shortlist, read_shortlist
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.formats import zlab
 from blockdraft.packing import pack_linears
@@ -177,12 +179,13 @@ def explained(name: str, load: Callable[[], T]) -> T:
 # ---- drafters
 
 
-def load_drafter(path: str | Path | None, target: Target) -> DFlashDrafter:
+def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True) -> DFlashDrafter:
     """Load a DFlash drafter for a target, on its device and in its dtype.
 
     Args:
         path: a folder in z-lab's layout; None: the shipped drafter, for its own target only.
         target: whose embedding and head it borrows.
+        shortlist: draft from the words of the folder's shortlist, if it has one; False: from the whole vocabulary.
 
     Raises:
         UsageError: not a drafter, damaged, made for another target, or none shipped for this one; names both sides.
@@ -197,7 +200,12 @@ def load_drafter(path: str | Path | None, target: Target) -> DFlashDrafter:
     check_pair(network, target, name)
     network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
     packed = pack_linears(network.linears(), target.dtype, target.device)
-    return DFlashDrafter(network, target.embed, target.head, name, packed)
+    ids = read_shortlist(folder, target.vocab_size) if shortlist else None
+    if ids is not None and not isinstance(target.head, nn.Linear):
+        warnings.warn(f"the head of {target.name} has no rows to pick from: drafting from its whole vocabulary, slower")
+        ids = None
+    words = Shortlist(ids, target.head) if ids is not None else None  # type: ignore[arg-type]
+    return DFlashDrafter(network, target.embed, target.head, name, packed, words)
 
 
 def shipped_drafter(target: Target) -> Path:

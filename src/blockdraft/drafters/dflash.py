@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from blockdraft.attention import Mask, additive, attend, visibility
 from blockdraft.cache import KVCache, Span
 from blockdraft.drafters.base import Draw
+from blockdraft.drafters.shortlist import Shortlist
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import best
 
@@ -204,6 +205,7 @@ class DFlashDrafter:
         head: hidden ``[..., hidden]`` -> logits ``[..., vocabulary]``, the target's own.
         name: for results.
         packed_bytes: of the packed copies of its weights.
+        shortlist: the words to draft from; None: all.
     """
 
     method = "dflash"
@@ -215,6 +217,7 @@ class DFlashDrafter:
         head: Callable[[Tensor], Tensor],
         name: str = "dflash",
         packed_bytes: int = 0,
+        shortlist: Shortlist | None = None,
     ):
         self.network = network.eval()
         self.config = network.config
@@ -222,7 +225,7 @@ class DFlashDrafter:
         self.block_size, self.taps = self.config.block_size, self.config.taps
         weight = network.fc.weight
         self.dtype, self.device = weight.dtype, weight.device
-        self.packed_bytes, self.forwards = packed_bytes, 0
+        self.packed_bytes, self.shortlist, self.forwards = packed_bytes, shortlist, 0
 
     def room(self, block_size: int) -> int:
         return block_size
@@ -244,26 +247,30 @@ class DFlashDrafter:
         if slots == 1:
             return Proposal(anchors.new_empty(len(anchors), 0), list(widths))
         with torch.inference_mode():
-            logits = self.logits(anchors, widths)[:, 1:]
+            logits = self.logits(anchors, widths)
             if draw is None:
-                return Proposal(best(logits), list(widths))
-            tokens, probabilities = draw(logits)
+                return Proposal(self._words(best(logits)), list(widths))
+            tokens, probabilities = draw(self.shortlist.spread(logits) if self.shortlist is not None else logits)
             return Proposal(tokens, list(widths), probabilities=probabilities)
 
     def likely(self, anchors: Tensor, widths: Sequence[int], most: int) -> tuple[Tensor, Tensor]:
         """The ``most`` likely words of the slots behind the anchor: log-probabilities and ids ``[rows, slots - 1, most]``, best
         first; minus infinity beyond a row's width."""
         with torch.inference_mode():
-            logits = self.logits(anchors, widths)[:, 1:].float()
+            logits = self.logits(anchors, widths).float()
             values, words = logits.topk(min(most, logits.shape[-1]), dim=-1)
             logs = values - logits.logsumexp(dim=-1, keepdim=True)
             if len(set(widths)) > 1:
                 inside = torch.arange(1, max(widths), device=self.device) < torch.tensor(widths, device=self.device)[:, None]
                 logs = logs.masked_fill(~inside[..., None], float("-inf"))
-            return logs, words
+            return logs, self._words(words)
+
+    def _words(self, places: Tensor) -> Tensor:
+        """Ids of the words at these places of the logits."""
+        return places if self.shortlist is None else self.shortlist.ids[places]
 
     def logits(self, anchors: Tensor, widths: Sequence[int]) -> Tensor:
-        """Draft logits ``[rows, slots, vocabulary]`` of all slots; slot 0's mean nothing."""
+        """Draft logits ``[rows, slots - 1, words]`` of the slots behind the anchor, over the shortlist if there is one."""
         self.forwards += 1
         slots = max(widths)
         ids = anchors.new_full((len(anchors), slots), self.config.mask_token_id)
@@ -276,7 +283,10 @@ class DFlashDrafter:
             real = inside[:, None, :].expand(-1, slots, -1) | torch.eye(slots, dtype=torch.bool, device=self.device)
         span = self.cache.open(0, self.cache.positions_behind(0, *ids.shape), real)
         hidden = self.network(block, span.positions, self.cache, self._masks(span))
-        logits = self.head(hidden) * self.config.output_multiplier
+        hidden = hidden[:, 1:]  # slot 0 is the anchor: it is known
+        logits = self.head(hidden) if self.shortlist is None else self.shortlist.logits(hidden)
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
         if self.config.softcap is not None:
             logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
         return logits
@@ -291,7 +301,8 @@ class DFlashDrafter:
 
     def bytes(self) -> int:
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.network.parameters())
-        return weights + self.packed_bytes + self.cache.bytes()
+        words = self.shortlist.bytes if self.shortlist is not None else 0
+        return weights + self.packed_bytes + words + self.cache.bytes()
 
     def truncate(self, row: int, length: int) -> None:
         self.cache.truncate(row, length)

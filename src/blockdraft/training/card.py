@@ -8,6 +8,7 @@ import yaml
 from torch import Tensor
 
 from blockdraft.drafters.dflash import DFlash
+from blockdraft.drafters.shortlist import write_shortlist
 from blockdraft.formats import zlab
 from blockdraft.load import load_drafter
 from blockdraft.store import write_whole
@@ -28,6 +29,9 @@ def write_drafter(run: Run, folder: Path, weights: dict[str, Tensor], step: int,
     network = DFlash(run.network.config)
     network.load_state_dict(weights)
     zlab.write(network, folder)
+    words = run.frequent[: run.config.shortlist].tolist()
+    # A corpus of fewer words than that says too little about the rest of the vocabulary.
+    write_shortlist(words if len(words) == run.config.shortlist < run.target.vocab_size else [], folder)
     who = {
         "name": run.target.name,
         "hidden_size": run.target.hidden_size,

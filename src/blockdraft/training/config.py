@@ -47,6 +47,9 @@ class TrainConfig:
     kv_heads: int | None = option(None, "key/value heads; null: the target's", least=1)
     head_dim: int | None = option(None, "size of a head; null: the target's", least=2)
     intermediate_size: int | None = option(None, "MLP width; null: the target's", least=1)
+    shortlist: int = option(
+        8192, "words it picks from when it is done: the most frequent of the answers; 0, or a corpus of fewer: all", least=0
+    )
     window: int | None = option(None, "sliding window of all layers in tokens; null: full attention", least=1)
 
     # ---- batches

@@ -50,7 +50,9 @@ from blockdraft.training.optimizer import make_optimizer, set_rate
 from blockdraft.training.run import precision_of, prepare
 
 # Keys that may change when a run goes on: they decide what is shown and kept, not what is trained.
-FREE = frozenset("out log_every evaluate_every evaluate_prompts evaluate_tokens checkpoint_every keep trackers features".split())
+FREE = frozenset(
+    "out log_every evaluate_every evaluate_prompts evaluate_tokens checkpoint_every keep trackers features shortlist".split()
+)
 ESTIMATE_ANCHORS = 16  # blocks of a held-out row: enough for two digits
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

@@ -1,0 +1,77 @@
+"""Shortlist: the words that drafts are chosen from, where the target's whole vocabulary would cost more than the drafter itself.
+
+A small file beside the drafter holds the most frequent words of its corpus. The target verifies over its whole vocabulary, so a
+word that is not on the list is never drafted, and nothing else changes. Other engines do not read the file.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from blockdraft.errors import UsageError
+from blockdraft.packing import pack_linears
+from blockdraft.store import write_whole
+
+FILE = "shortlist.safetensors"
+
+
+class Shortlist:
+    """The rows of a target's head that belong to some words.
+
+    Args:
+        ids: ``[words]`` int64.
+        head: the target's.
+
+    Attributes:
+        bytes: of these rows, packed copy included.
+    """
+
+    def __init__(self, ids: Tensor, head: nn.Linear):
+        self.ids, self.vocabulary = ids.to(head.weight.device), head.out_features
+        self._linear = nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
+        self._linear.weight = nn.Parameter(head.weight.detach()[self.ids].clone(), requires_grad=False)
+        if head.bias is not None:
+            self._linear.bias = nn.Parameter(head.bias.detach()[self.ids].clone(), requires_grad=False)
+        own = self._linear.weight
+        self.bytes = own.numel() * own.element_size() + pack_linears([[self._linear]], own.dtype, own.device)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[..., words]`` of ``[..., hidden]``."""
+        return self._linear(hidden)  # type: ignore[no-any-return]
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits ``[..., words]`` over the whole vocabulary; minus infinity for words that are not on the list."""
+        out = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
+        out[..., self.ids] = logits
+        return out
+
+
+def read_shortlist(folder: Path, rows: int) -> Tensor | None:
+    """The ids of a drafter folder's shortlist, most frequent first; None if it has none.
+
+    Raises:
+        UsageError: a damaged file, or ids outside of a vocabulary of ``rows`` words.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        ids = load_file(path)["ids"].long()
+    except (SafetensorError, KeyError, OSError) as error:
+        raise UsageError(f"{path} is damaged or no shortlist: {error}; delete it to draft from the whole vocabulary") from error
+    if ids.dim() != 1 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= rows or len(ids.unique()) < len(ids):
+        raise UsageError(f"{path} must list different ids from 0 to {rows - 1}; delete it to draft from the whole vocabulary")
+    return ids
+
+
+def write_shortlist(ids: Sequence[int], folder: Path) -> None:
+    """Write the file; no ids: remove it."""
+    path = folder / FILE
+    if not ids:
+        path.unlink(missing_ok=True)
+        return
+    write_whole(path, lambda beside: save_file({"ids": torch.tensor(list(ids), dtype=torch.int32)}, beside))
