@@ -38,6 +38,49 @@ def test_kernel_equals_a_plain_softmax(rows, heads, group, size, seed):
     )
 
 
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 30),
+    st.sampled_from([5, 64, 128]),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=40, deadline=None)
+def test_masked_queries_equal_a_plain_softmax(rows, heads, group, count, size, seed):
+    """A tree's mask: any pattern in which every query sees something, one for all rows or each its own."""
+    torch.manual_seed(seed)
+    length = 100
+    keys, values = (torch.randn(rows, heads, length, size) for _ in range(2))
+    query = torch.randn(rows, heads * group, count, size) * 3
+    seen = torch.rand(rows if seed % 2 else 1, 1, count, length) < 0.3
+    seen[..., 70] = True
+    seen[..., :65] &= seed % 3 > 0  # whole blocks of keys unseen
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    found = attend(query, keys, values, mask, size**-0.5)
+    wide_keys, wide_values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = query.double() @ wide_keys.transpose(-1, -2) * size**-0.5 + mask
+    expected = (scores.softmax(-1) @ wide_values).transpose(1, 2).float()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@given(st.integers(1, 130), st.integers(1, 70), st.integers(1, 90), st.booleans(), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_linear_rows(rows, inputs, outputs, biased, seed):
+    """Any shape; and a row's result is to the bit what it is alone."""
+    if kernels.linear_library() is None:
+        pytest.skip("no C compiler")
+    torch.manual_seed(seed)
+    weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)
+    bias = torch.randn(outputs) if biased else None
+    layer = kernels.LinearRows(weight, bias)
+    found = layer(x[None])[0]
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if biased else None)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+    for row in {0, rows // 2, rows - 1}:
+        assert torch.equal(layer(x[row : row + 1])[0], found[row])
+
+
 def test_extreme_scores_are_no_nan():
     keys, query = torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 1, 8)
     keys[0, 0, 2] = 1e4
@@ -50,12 +93,13 @@ def test_extreme_scores_are_no_nan():
 def test_other_shapes_are_left_to_sdpa(monkeypatch):
     keys, lengths = torch.randn(2, 2, 9, 16), torch.tensor([3, 9], dtype=torch.int32)
     query = torch.randn(2, 4, 1, 16)
-    assert kernels.attend_rows(torch.randn(2, 2, 40, 16), keys, keys, lengths, 1.0) is None  # too many queries
+    wide = torch.randn(2, 2, 9, 300)
+    assert kernels.attend_rows(torch.randn(2, 2, 3, 300), wide, wide, lengths, 1.0) is None  # too wide heads
     assert (
         kernels.attend_rows(query.view(2, 2, 2, 16), keys, keys.transpose(1, 2).contiguous().transpose(1, 2), lengths, 1.0) is None
     )
     ours = attend(query, keys, keys, lengths, 1.0)
-    monkeypatch.setattr(kernels, "_library", lambda: None)
+    monkeypatch.setattr(kernels, "attend_library", lambda: None)
     torch.testing.assert_close(attend(query, keys, keys, lengths, 1.0), ours, atol=1e-5, rtol=1e-5)
 
 

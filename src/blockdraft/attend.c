@@ -1,13 +1,14 @@
-/* One query position per row of a key/value cache, every row with its own length: what SDPA computes over padded rows, without
-   reading the padding. Built by kernels.py; float32.
+/* A few queries per row of a key/value cache, every row with its own length: what SDPA computes over padded rows, without reading
+   the padding. Built by kernels.py; float32.
 
-   queries [rows, heads, group, size], keys and values [rows, heads, capacity, size] with the strides given, out like queries. */
+   queries [rows, heads, group, size], keys and values [rows, heads, capacity, size] with the strides given, out like queries;
+   mask, if any, [rows, count, longest] is added to the scores: query g of a group looks at its row g % count. */
 
 #include <stdint.h>
 #include <string.h>
 
 #define BLOCK 64
-#define MOST_QUERIES 32
+#define MOST_QUERIES 24
 #define MOST_SIZE 256
 
 static inline float power_of_e(float x) {
@@ -24,7 +25,8 @@ static inline float power_of_e(float x) {
 }
 
 static inline __attribute__((always_inline)) void attend_one(
-    const float *q, const float *k, const float *v, float *out, int64_t length, int64_t group, const int64_t size, float scale) {
+    const float *q, const float *k, const float *v, float *out, int64_t length, int64_t group, const int64_t size, float scale,
+    const float *mask, int64_t first, int64_t positions, int64_t longest) {
     float scores[MOST_QUERIES][BLOCK], most[MOST_QUERIES], total[MOST_QUERIES], sum[MOST_QUERIES][MOST_SIZE];
     for (int64_t g = 0; g < group; g++) {
         most[g] = -1e30f;
@@ -41,6 +43,11 @@ static inline __attribute__((always_inline)) void attend_one(
                 scores[g][t] = dot * scale;
             }
         }
+        if (mask)
+            for (int64_t g = 0; g < group; g++) {
+                const float *seen = mask + (first + g) % positions * longest + start;
+                for (int64_t t = 0; t < count; t++) scores[g][t] += seen[t];
+            }
         for (int64_t g = 0; g < group; g++) {
             float best = most[g];
             for (int64_t t = 0; t < count; t++) best = scores[g][t] > best ? scores[g][t] : best;
@@ -64,18 +71,32 @@ static inline __attribute__((always_inline)) void attend_one(
         for (int64_t d = 0; d < size; d++) out[g * size + d] = sum[g][d] / total[g];
 }
 
+#define TILE MOST_QUERIES /* queries that share a reading of the keys */
+
 void attend_rows(
-    const float *queries, const float *keys, const float *values, float *out, const int32_t *lengths, int64_t rows, int64_t heads,
-    int64_t group, int64_t size, int64_t row_stride, int64_t head_stride, float scale) {
-#pragma omp parallel for collapse(2) schedule(dynamic, 4)
+    const float *queries, const float *keys, const float *values, float *out, const int32_t *lengths, const float *mask,
+    int64_t rows, int64_t heads, int64_t group, int64_t size, int64_t row_stride, int64_t head_stride, int64_t positions,
+    int64_t longest, int64_t mask_stride, float scale) {
+    const int64_t tiles = (group + TILE - 1) / TILE;
+#pragma omp parallel for collapse(3) schedule(dynamic, 1)
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t h = 0; h < heads; h++) {
-            int64_t at = (r * heads + h) * group * size;
-            const float *k = keys + r * row_stride + h * head_stride, *v = values + r * row_stride + h * head_stride;
-            /* The usual sizes as constants, so that the compiler unrolls their loops. */
-            if (size == 64 && group == 3) attend_one(queries + at, k, v, out + at, lengths[r], 3, 64, scale);
-            else if (size == 64) attend_one(queries + at, k, v, out + at, lengths[r], group, 64, scale);
-            else if (size == 128) attend_one(queries + at, k, v, out + at, lengths[r], group, 128, scale);
-            else attend_one(queries + at, k, v, out + at, lengths[r], group, size, scale);
-        }
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                const int64_t first = tile * TILE, count = group - first < TILE ? group - first : TILE;
+                const float *q = queries + ((r * heads + h) * group + first) * size;
+                float *o = out + (q - queries);
+                const float *k = keys + r * row_stride + h * head_stride, *v = values + r * row_stride + h * head_stride;
+                const float *m = mask ? mask + r * mask_stride : 0;
+                /* The usual sizes as constants, so that the compiler unrolls their loops. */
+                if (size == 64 && count == 3)
+                    attend_one(q, k, v, o, lengths[r], 3, 64, scale, m, first, positions, longest);
+                else if (size == 64 && count == TILE)
+                    attend_one(q, k, v, o, lengths[r], TILE, 64, scale, m, first, positions, longest);
+                else if (size == 64)
+                    attend_one(q, k, v, o, lengths[r], count, 64, scale, m, first, positions, longest);
+                else if (size == 128)
+                    attend_one(q, k, v, o, lengths[r], count, 128, scale, m, first, positions, longest);
+                else
+                    attend_one(q, k, v, o, lengths[r], count, size, scale, m, first, positions, longest);
+            }
 }

@@ -20,9 +20,10 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from blockdraft.cache import KVCache, Span
-from blockdraft.kernels import attend_rows
+from blockdraft.kernels import attend_library, attend_rows
 
 NAME = "blockdraft"
+FEW = 96  # queries of a row that our own kernel attends for; a prompt's pass is SDPA's
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _mask(
     span = cache.span
     assert span is not None
     if mask_function is causal_mask_function and span.count == 1 and span.visible is None:
-        if span.lone and len(span.starts) == 1:
+        if span.lone and len(span.starts) == 1 and (cache.device.type != "cpu" or attend_library() is None):
             return None
         return torch.tensor(span.starts, dtype=torch.int32, device=cache.device) + 1
     return additive(visibility(span, mask_function, cache.device), cache.dtype)
@@ -143,6 +144,11 @@ def attend(
         seen = torch.arange(length, device=keys.device) < mask[:, None]
         mask = additive(seen[:, None, None], keys.dtype)
     group = heads // kv_heads
+    if mask is not None and count <= FEW and softcap is None and sinks is None and query.device.type == "cpu":
+        lengths = torch.full((rows,), length, dtype=torch.int32)
+        found = attend_rows(query.reshape(rows, kv_heads, group * count, size).to(keys.dtype), keys, values, lengths, scale, mask)
+        if found is not None:
+            return found.view(rows, heads, count, size).transpose(1, 2).to(query.dtype)
     folded = query.reshape(rows, kv_heads, group * count, size).to(keys.dtype)
     if mask is not None and group > 1:
         mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(mask.shape[0], 1, group * count, length)

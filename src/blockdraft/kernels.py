@@ -1,7 +1,8 @@
-"""A small C kernel, built once per machine by its own compiler: attention of one position over rows of unlike lengths.
+"""Small C kernels for CPUs, built once per machine by its own compiler.
 
-SDPA on CPUs reads every row up to the longest one's end, and is slow with a handful of queries. Where no compiler is found, or
-the shapes are others, SDPA computes the same (``attention.py``).
+``attend.c``: attention of one position over rows of unlike lengths. SDPA reads every row up to the longest one's end, and is slow
+with a handful of queries. ``linear.c``: linear layers over a handful of rows in float32. Where no compiler is found, or the shapes
+are others, torch computes the same (``attention.py``, ``packing.py``).
 """
 
 import ctypes
@@ -18,51 +19,103 @@ from torch import Tensor
 
 from blockdraft.store import store_folder
 
-SOURCE = Path(__file__).with_name("attend.c")
+PLAIN = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 # Sums may be reordered. Not -ffast-math: with some compilers a library built so changes how the whole process rounds tiny numbers.
 REORDER = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-freciprocal-math")
-FLAGS = ("-O3", "-march=native", *REORDER, "-fopenmp", "-shared", "-fPIC")
-MOST_QUERIES, MOST_SIZE = 32, 256  # as in the source
+MOST_SIZE = 256  # as in attend.c
 
 
-def attend_rows(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor | None:
-    """Attention of one position per row, or None where the kernel does not apply.
+class LinearRows:
+    """Weights of a linear layer in the layout of ``linear.c``, and the product with them.
 
     Args:
-        query: ``[rows, kv heads, group, size]`` float32.
+        weight: ``[outputs, inputs]`` float32 on the CPU.
+        bias: ``[outputs]`` float32, or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        library = linear_library()
+        assert library is not None
+        self._run, panel = library.linear_rows, int(library.panel())
+        self.outputs, self.inputs = weight.shape
+        padded = -(-self.outputs // panel) * panel
+        rows = torch.zeros(padded, self.inputs)
+        rows[: self.outputs] = weight
+        self._weight = rows.view(-1, panel, self.inputs).transpose(1, 2).contiguous()
+        self._bias = torch.zeros(padded)
+        if bias is not None:
+            self._bias[: self.outputs] = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., outputs]`` of ``[..., inputs]`` float32: each row to the bit what it is alone."""
+        x = x.contiguous()
+        out = torch.empty(*x.shape[:-1], self.outputs)
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, self._weight, self._bias, out)]
+        self._run(*pointers, *(ctypes.c_int64(n) for n in (x.numel() // self.inputs, self.inputs, self.outputs)))
+        return out
+
+
+def attend_rows(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor | None:
+    """Attention of a few queries per row, or None where the kernel does not apply.
+
+    Args:
+        query: ``[rows, kv heads, group * count, size]`` float32: for each head of the group its ``count`` positions.
         keys, values: ``[rows, kv heads, capacity, size]`` float32 on the CPU, views of one layout, tokens next to each other.
         lengths: ``[rows]`` int32, keys that each row sees, at least 1.
+        mask: ``[rows or 1, 1, count, capacity]`` float32, added to the scores.
     """
     rows, heads, group, size = query.shape
-    library = _library() if keys.device.type == "cpu" and keys.dtype == torch.float32 else None
+    library = attend_library() if keys.device.type == "cpu" and keys.dtype == torch.float32 else None
     plain = keys.stride() == values.stride() and keys.stride()[2:] == (size, 1) and values.shape[3] == size
-    if library is None or not plain or group > MOST_QUERIES or size > MOST_SIZE:
+    if library is None or not plain or size > MOST_SIZE or (mask is not None and mask.dtype != torch.float32):
         return None
     query, lengths = query.contiguous(), lengths.contiguous()
+    positions = longest = mask_stride = 1
+    if mask is not None:
+        mask = mask.contiguous()
+        positions, longest = mask.shape[2:]
+        mask_stride = positions * longest if mask.shape[0] > 1 else 0
     out = torch.empty_like(query)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (query, keys, values, out, lengths)]
-    sizes = [ctypes.c_int64(x) for x in (rows, heads, group, size, keys.stride(0), keys.stride(1))]
-    library.attend_rows(*pointers, *sizes, ctypes.c_float(scale))
+    pointers.append(ctypes.c_void_p(mask.data_ptr() if mask is not None else None))
+    sizes = (rows, heads, group, size, keys.stride(0), keys.stride(1), positions, longest, mask_stride)
+    library.attend_rows(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_float(scale))
     return out
 
 
+def attend_library() -> ctypes.CDLL | None:
+    """``attend.c``; None without a C compiler."""
+    return _built("attend", (*PLAIN, *REORDER))
+
+
+def linear_library() -> ctypes.CDLL | None:
+    """``linear.c``, its sums in the order that is written there; None without a C compiler."""
+    library = _built("linear", PLAIN)
+    if library is not None:
+        library.panel.restype = ctypes.c_int64
+    return library
+
+
 @cache
-def _library() -> ctypes.CDLL | None:
-    """The built kernel; None without a C compiler.
+def _built(name: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
+    """A built kernel; None without a C compiler.
 
     It shares torch's OpenMP threads: torch has loaded a ``libgomp.so.1`` already, and a library of that name is loaded once.
     """
     compiler = next((found for name in ("gcc", "cc", "clang") if (found := shutil.which(name))), None)
     if compiler is None or platform.system() != "Linux":
         return None
-    described = f"{SOURCE.read_text()}{FLAGS}{compiler}{processor()}"
-    built = store_folder() / "kernels" / f"attend-{hashlib.sha256(described.encode()).hexdigest()[:16]}.so"
+    source = Path(__file__).with_name(f"{name}.c")
+    described = f"{source.read_text()}{flags}{compiler}{processor()}"
+    built = store_folder() / "kernels" / f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.so"
     try:
         if not built.exists():
             built.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
                 made = Path(scratch) / built.name
-                subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"], check=True, capture_output=True)
+                subprocess.run([compiler, *flags, str(source), "-o", str(made), "-lm"], check=True, capture_output=True)
                 made.replace(built)
         return ctypes.CDLL(str(built))
     except (OSError, subprocess.CalledProcessError):

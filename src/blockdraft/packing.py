@@ -1,19 +1,21 @@
-"""Weights of linear layers laid out once for oneDNN, so that a CPU reads them at memory speed.
+"""Weights of linear layers laid out once, so that a CPU reads them at memory speed.
 
 A plain ``nn.Linear`` over a handful of rows runs at a fraction of the memory bandwidth: the matrix is traversed in a
-layout made for other shapes, or reordered in every call. Packed once, products of 1 to 16 rows cost about the same: the
-property that speculative decoding lives on. Layers that read the same tensor (query, key and value; gate and up) are packed
+layout made for other shapes, or reordered in every call. Packed once, products of a handful of rows cost little more than
+those of one: the property that speculative decoding lives on. float32 weights are packed for our own kernel (``linear.c``) where
+a compiler is at hand, all others for oneDNN. Layers that read the same tensor (query, key and value; gate and up) are packed
 as one matrix. ``docs/architecture.md`` has the measured figures.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockdraft.kernels import LinearRows, linear_library
 from blockdraft.memory import available_memory
 
 ROWS_HINT = 8  # oneDNN picks the layout for a number of rows; 8 serves 1 to 32 rows well (benchmarks/linear.py)
@@ -29,8 +31,12 @@ class Packed:
     def __init__(self, linears: Sequence[nn.Linear]):
         weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+        bias = torch.cat(biases) if biases else None
+        if weight.dtype == torch.float32 and linear_library() is not None:
+            self._multiply: Callable[[Tensor], Tensor] = LinearRows(weight, bias)
+        else:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+            self._multiply = lambda x: torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
         self._readers = len(linears)
         self._last: tuple[Tensor, Tensor, int] | None = None  # input, product, readers that have not had it yet
 
@@ -40,7 +46,7 @@ class Packed:
         if last is not None and last[0] is input:
             _, output, waiting = last
         else:
-            output = torch.ops.mkldnn._linear_pointwise(input.contiguous(), self._weight, self._bias, "none", [], "")
+            output = self._multiply(input)
             waiting = self._readers
         # The last reader drops it: a buffer that is refilled later under the same identity is multiplied anew.
         self._last = (input, output, waiting - 1) if waiting > 1 else None
@@ -60,7 +66,9 @@ class PackedLinear(nn.Linear):
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """True where torch has the oneDNN kernels for this dtype."""
+    """True where there is a kernel for this dtype: oneDNN's, or for float32 our own."""
+    if device.type == "cpu" and dtype == torch.float32 and linear_library() is not None:
+        return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available() or not hasattr(torch.ops, "mkldnn"):
         return False
     if dtype == torch.bfloat16:
