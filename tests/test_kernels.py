@@ -68,7 +68,7 @@ def test_masked_queries_equal_a_plain_softmax(rows, heads, group, count, size, s
 @settings(max_examples=40, deadline=None)
 def test_linear_rows(rows, inputs, outputs, biased, seed):
     """Any shape; and a row's result is to the bit what it is alone."""
-    if kernels.linear_library() is None:
+    if kernels.layers_library() is None:
         pytest.skip("no C compiler")
     torch.manual_seed(seed)
     weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)

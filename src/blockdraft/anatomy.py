@@ -24,6 +24,8 @@ class Anatomy:
         head: maps ``[..., hidden]`` to ``[..., rows]``, before any soft cap or multiplier of the model.
         tappable: whether embedding, layers and head all work on ``[rows, tokens, hidden]``.
         linears: the linear layers in groups that read the same tensor, each layer called exactly once per pass.
+        norms: of each layer, what has a vector of weights and nothing else, in order.
+        rotary: gives the cosines and sines that all layers turn queries and keys by, or None.
     """
 
     embedding: nn.Embedding
@@ -32,6 +34,8 @@ class Anatomy:
     head: nn.Module
     tappable: bool
     linears: list[list[nn.Linear]]
+    norms: list[list[nn.Module]]
+    rotary: nn.Module | None
 
 
 @dataclass(eq=False)
@@ -106,7 +110,8 @@ def dissect(model: PreTrainedModel, ids: Tensor) -> tuple[Anatomy, Tensor]:
     shape = (1, ids.shape[1], config.hidden_size)
     tappable = embedding.embedding_dim == config.hidden_size and all(x.shape == shape for x in [*outputs, head_call.inputs[0]])
     norm = _final_norm(calls, head_call, layers[-1])
-    return Anatomy(embedding, layers, norm, head_call.module, tappable, _linears(calls)), logits
+    linears, norms = _linears(calls), [_norms(layer, calls) for layer in layers]
+    return Anatomy(embedding, layers, norm, head_call.module, tappable, linears, norms, _rotary(calls, ids.shape[1])), logits
 
 
 def _decoder_layers(model: nn.Module, count: int, called: list[nn.Module]) -> list[nn.Module] | None:
@@ -131,6 +136,22 @@ def _linears(calls: list[_Call]) -> list[list[nn.Linear]]:
         else:
             groups.append([call])
     return [[call.module for call in group] for group in groups]  # type: ignore[misc]
+
+
+def _norms(layer: nn.Module, calls: list[_Call]) -> list[nn.Module]:
+    """What a layer called that has a vector of weights and nothing else, in order."""
+    inside = {id(module) for module in layer.modules()}
+    return [c.module for c in calls if id(c.module) in inside and [p.dim() for p in c.module.parameters()] == [1]]
+
+
+def _rotary(calls: list[_Call], count: int) -> nn.Module | None:
+    """The module that gave cosines and sines ``[1, count, size]`` to all layers; None if there is not exactly one."""
+    found = [c.module for c in calls if isinstance(c.output, tuple) and [_angles(x, count) for x in c.output] == [True, True]]
+    return found[0] if len(found) == 1 else None
+
+
+def _angles(x: Any, count: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 3 and x.shape[:2] == (1, count)
 
 
 def _final_norm(calls: list[_Call], head: _Call, last_layer: nn.Module) -> nn.Module | None:

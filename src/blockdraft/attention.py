@@ -90,6 +90,7 @@ def _mask(
     cache = _cache.get()
     span = cache.span
     assert span is not None
+    cache.causal_only &= mask_function is causal_mask_function
     if mask_function is causal_mask_function and span.count == 1 and span.visible is None:
         if span.lone and len(span.starts) == 1 and (cache.device.type != "cpu" or attend_library() is None):
             return None

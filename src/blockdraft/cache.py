@@ -66,6 +66,7 @@ class KVCache(Cache):
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.span: Span | None = None
+        self.causal_only = True  # until a model asks for a mask of another rule
 
     # ---- one forward pass
 
@@ -96,8 +97,8 @@ class KVCache(Cache):
         """Write ``[rows, kv heads, count, head size]`` where ``open`` aimed; return views of all slots up to the end."""
         span = self.span
         assert span is not None, "open() comes before a forward pass"
-        keys = self._buffer(self.keys, layer_idx, key_states)
-        values = self._buffer(self.values, layer_idx, value_states)
+        keys = self._buffer(self.keys, layer_idx, key_states.shape[1], key_states.shape[-1])
+        values = self._buffer(self.values, layer_idx, value_states.shape[1], value_states.shape[-1])
         for buffer, new in ((keys, key_states), (values, value_states)):
             rows = buffer[span.rows]
             if span.slots is None:
@@ -107,10 +108,14 @@ class KVCache(Cache):
                 rows[row, :, span.slots] = new.transpose(1, 2).to(self.dtype)
         return keys[span.rows, :, : span.end], values[span.rows, :, : span.end]
 
-    def _buffer(self, buffers: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
+    def buffers(self, layer: int, heads: int, size: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values ``[rows, kv heads, capacity, head size]``, for who writes behind the lengths by itself."""
+        return self._buffer(self.keys, layer, heads, size), self._buffer(self.values, layer, heads, size)
+
+    def _buffer(self, buffers: dict[int, Tensor], layer: int, heads: int, size: int) -> Tensor:
         if layer not in buffers:
             # Zeros, not garbage: a masked key still meets the probabilities' exact zeros, and 0 * NaN is NaN.
-            shape = (self.rows, like.shape[1], self.capacity, like.shape[-1])
+            shape = (self.rows, heads, self.capacity, size)
             with torch.inference_mode(False):  # ordinary tensors: commit() also writes outside of inference mode
                 buffers[layer] = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return buffers[layer]

@@ -1,8 +1,8 @@
 """Small C kernels for CPUs, built once per machine by its own compiler.
 
-``attend.c``: attention of one position over rows of unlike lengths. SDPA reads every row up to the longest one's end, and is slow
-with a handful of queries. ``linear.c``: linear layers over a handful of rows in float32. Where no compiler is found, or the shapes
-are others, torch computes the same (``attention.py``, ``packing.py``).
+``attend.c``: attention of a few positions over rows of unlike lengths. SDPA reads every row up to the longest one's end, and is
+slow with a handful of queries. ``layers.c``: linear layers over a handful of rows in float32 (``linear.c``), and whole layers of a
+Llama-like model (``plain.py``). Where no compiler is found, or the shapes are others, torch computes the same.
 """
 
 import ctypes
@@ -34,24 +34,24 @@ class LinearRows:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        library = linear_library()
+        library = layers_library()
         assert library is not None
         self._run, panel = library.linear_rows, int(library.panel())
         self.outputs, self.inputs = weight.shape
         padded = -(-self.outputs // panel) * panel
         rows = torch.zeros(padded, self.inputs)
         rows[: self.outputs] = weight
-        self._weight = rows.view(-1, panel, self.inputs).transpose(1, 2).contiguous()
-        self._bias = torch.zeros(padded)
+        self.weight = rows.view(-1, panel, self.inputs).transpose(1, 2).contiguous()
+        self.bias = torch.zeros(padded)
         if bias is not None:
-            self._bias[: self.outputs] = bias
+            self.bias[: self.outputs] = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., outputs]`` of ``[..., inputs]`` float32: each row to the bit what it is alone."""
         x = x.contiguous()
         out = torch.empty(*x.shape[:-1], self.outputs)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, self._weight, self._bias, out)]
-        self._run(*pointers, *(ctypes.c_int64(n) for n in (x.numel() // self.inputs, self.inputs, self.outputs)))
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, self.weight, self.bias, out)]
+        self._run(*pointers, *map(ctypes.c_int64, (x.numel() // self.inputs, self.inputs, self.outputs, self.outputs)))
         return out
 
 
@@ -90,11 +90,11 @@ def attend_library() -> ctypes.CDLL | None:
     return _built("attend", (*PLAIN, *REORDER))
 
 
-def linear_library() -> ctypes.CDLL | None:
-    """``linear.c``, its sums in the order that is written there; None without a C compiler."""
-    library = _built("linear", PLAIN)
+def layers_library() -> ctypes.CDLL | None:
+    """``layers.c`` and ``linear.c``, their sums in the order that is written there; None without a C compiler."""
+    library = _built("layers", (*PLAIN, "-fno-math-errno", "-fno-trapping-math"))
     if library is not None:
-        library.panel.restype = ctypes.c_int64
+        library.panel.restype = library.floats_of_work.restype = ctypes.c_int64
     return library
 
 
@@ -108,7 +108,8 @@ def _built(name: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
     if compiler is None or platform.system() != "Linux":
         return None
     source = Path(__file__).with_name(f"{name}.c")
-    described = f"{source.read_text()}{flags}{compiler}{processor()}"
+    text = "".join(source.with_name(file).read_text() for file in ("linear.c", f"{name}.c"))
+    described = f"{text}{flags}{compiler}{processor()}"
     built = store_folder() / "kernels" / f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.so"
     try:
         if not built.exists():

@@ -25,7 +25,7 @@ int64_t panel(void) { return PANEL; }
 
 // Sums of `count` rows against one panel, weights [inputs, PANEL].
 static inline __attribute__((always_inline)) void panel_rows(const int count, const float *x, const float *w, const float *bias,
-                                                             float *y, int64_t inputs, int64_t outputs, int64_t kept) {
+                                                             float *y, int64_t inputs, int64_t stride, int64_t kept) {
   vec low[BLOCK], high[BLOCK];
   for (int r = 0; r < count; r++) {
     low[r] = *(const vec *)bias;
@@ -41,7 +41,7 @@ static inline __attribute__((always_inline)) void panel_rows(const int count, co
     }
   }
   for (int r = 0; r < count; r++) {
-    float *out = y + r * outputs;
+    float *out = y + r * stride;
     if (kept == PANEL) {
       *(vec *)out = low[r];
       *(vec *)(out + WIDTH) = high[r];
@@ -51,18 +51,18 @@ static inline __attribute__((always_inline)) void panel_rows(const int count, co
   }
 }
 
-static void panel_tile(const float *x, const float *w, const float *bias, float *y, int64_t rows, int64_t inputs, int64_t outputs,
+static void panel_tile(const float *x, const float *w, const float *bias, float *y, int64_t rows, int64_t inputs, int64_t stride,
                        int64_t kept) {
   // Passes of like size: a last pass over one or two rows would wait for its own sums.
   const int64_t passes = (rows + BLOCK - 1) / BLOCK;
   for (int64_t pass = 0, row = 0; pass < passes; pass++) {
     const int64_t count = rows / passes + (pass < rows % passes);
     const float *in = x + row * inputs;
-    float *out = y + row * outputs;
+    float *out = y + row * stride;
     switch (count) {
 #define CASE(n) \
   case n: \
-    panel_rows(n, in, w, bias, out, inputs, outputs, kept); \
+    panel_rows(n, in, w, bias, out, inputs, stride, kept); \
     break;
       CASE(1)
       CASE(2)
@@ -83,8 +83,9 @@ static void panel_tile(const float *x, const float *w, const float *bias, float 
   }
 }
 
-// y[rows, outputs] = x[rows, inputs] times weights [panels, inputs, PANEL], plus bias [panels * PANEL].
-void linear_rows(const float *x, const float *weights, const float *bias, float *y, int64_t rows, int64_t inputs, int64_t outputs) {
+// y[rows, outputs], its rows `stride` apart, = x[rows, inputs] times weights [panels, inputs, PANEL], plus bias [panels * PANEL].
+void linear_rows(const float *x, const float *weights, const float *bias, float *y, int64_t rows, int64_t inputs, int64_t outputs,
+                 int64_t stride) {
   const int64_t panels = (outputs + PANEL - 1) / PANEL;
 #pragma omp parallel
   for (int64_t row = 0; row < rows; row += TILE) {
@@ -92,8 +93,8 @@ void linear_rows(const float *x, const float *weights, const float *bias, float 
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < panels; p++) {
       const int64_t kept = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL;
-      panel_tile(x + row * inputs, weights + p * inputs * PANEL, bias + p * PANEL, y + row * outputs + p * PANEL, count, inputs,
-                 outputs, kept);
+      panel_tile(x + row * inputs, weights + p * inputs * PANEL, bias + p * PANEL, y + row * stride + p * PANEL, count, inputs,
+                 stride, kept);
     }
   }
 }

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.kernels import LinearRows, linear_library
+from blockdraft.kernels import LinearRows, layers_library
 from blockdraft.memory import available_memory
 
 ROWS_HINT = 8  # oneDNN picks the layout for a number of rows; 8 serves 1 to 32 rows well (benchmarks/linear.py)
@@ -26,15 +26,20 @@ class Packed:
 
     Args:
         linears: layers of equal input width; all have a bias or none has.
+
+    Attributes:
+        rows: the layers as our own kernel sees them; None if oneDNN multiplies.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]):
         weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        if weight.dtype == torch.float32 and linear_library() is not None:
-            self._multiply: Callable[[Tensor], Tensor] = LinearRows(weight, bias)
+        if weight.dtype == torch.float32 and layers_library() is not None:
+            self.rows: LinearRows | None = LinearRows(weight, bias)
+            self._multiply: Callable[[Tensor], Tensor] = self.rows
         else:
+            self.rows = None
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
             self._multiply = lambda x: torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
         self._readers = len(linears)
@@ -67,7 +72,7 @@ class PackedLinear(nn.Linear):
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """True where there is a kernel for this dtype: oneDNN's, or for float32 our own."""
-    if device.type == "cpu" and dtype == torch.float32 and linear_library() is not None:
+    if device.type == "cpu" and dtype == torch.float32 and layers_library() is not None:
         return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available() or not hasattr(torch.ops, "mkldnn"):
         return False

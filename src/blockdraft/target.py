@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import causal_mask_function
 
-from blockdraft.anatomy import dissect, first_tensor
-from blockdraft.attention import attending_over
+from blockdraft.anatomy import Anatomy, dissect, first_tensor
+from blockdraft.attention import FEW, additive, attending_over, visibility
 from blockdraft.cache import KVCache
 from blockdraft.errors import UsageError
 from blockdraft.packing import pack_linears, unpack_linears
+from blockdraft.plain import PlainLayers, plain_layer
 from blockdraft.proposal import Proposal
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: bounds the mask and the activations of long prompts
@@ -67,6 +69,7 @@ class Target:
         self._cache_argument = "cache" if "cache" in signature else "past_key_values"
         self._keeps_logits = "logits_to_keep" in signature
         self.forwards = 0
+        self._plain: PlainLayers | None = None
         if getattr(self.config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
             # Older transformers pick an attention that drops the cap without a word: let the model's own passes keep it too.
             model.config._attn_implementation = "eager"
@@ -85,26 +88,52 @@ class Target:
                 f"{self.name}: its logits are not finite numbers; the weights are damaged, or too large for {self.dtype}"
             )
         self.packed_bytes = pack_linears(parts.linears, self.dtype, self.device)
+        cache = self.new_cache(1, 32)
         try:
-            cached = self._branching_logits(ids)
-        except (RuntimeError, NotImplementedError) as cause:  # a module that cannot read a slice of a joint product
+            cached = self._branching_logits(cache, ids)
+        except (RuntimeError, NotImplementedError, IndexError) as cause:  # a module that cannot read a slice of a joint product
             unpack_linears(parts.linears)
             self.packed_bytes = 0
             warnings.warn(f"{self.name}: linear layers run unpacked, slower ({cause})")
+            cache = self.new_cache(1, 32)
             try:
-                cached = self._branching_logits(ids)
-            except (RuntimeError, NotImplementedError) as again:
+                cached = self._branching_logits(cache, ids)
+            except (RuntimeError, NotImplementedError, IndexError) as again:
                 raise UsageError(f"{self.name}: its layers cannot run over a branching cache ({again})") from again
-        error = (cached.float() - plain.float()).abs().mean() / plain.float().std().clamp_min(1e-6)
+
+        def error_of(logits: Tensor) -> float:
+            return float((logits.float() - plain.float()).abs().mean() / plain.float().std().clamp_min(1e-6))
+
+        error = error_of(cached)
         if not error < (1e-3 if self.dtype == torch.float32 else 0.2):
             raise UsageError(
                 f"{self.name}: its logits over a branching cache differ from a plain forward pass by {error:.2g} standard "
                 "deviations; this architecture cannot be verified in parallel here, decode it with transformers instead"
             )
 
-    def _branching_logits(self, ids: Tensor) -> Tensor:
+        self._rotary, self._plain = parts.rotary, self._plain_layers(parts) if cache.causal_only else None
+        try:
+            if self._plain is not None and not error_of(self._branching_logits(self.new_cache(1, 32), ids)) < 1e-4:
+                self._plain = None  # layers of another kind: the model's own forward it is
+        except (RuntimeError, TypeError):  # a rotary module that is called otherwise
+            self._plain = None
+
+    def _plain_layers(self, parts: Anatomy) -> PlainLayers | None:
+        """The layers as one call, if they look like a Llama's."""
+        per_layer, rest = divmod(len(parts.linears) - 1, len(parts.layers))
+        last = parts.norms[-1][-1] if parts.norms[-1] else None
+        epsilon = getattr(last, "variance_epsilon", getattr(last, "eps", None))
+        if parts.rotary is None or rest or parts.final_norm is None or not isinstance(epsilon, float):
+            return None
+        heads = self.config.num_attention_heads
+        size = getattr(self.config, "head_dim", None) or self.hidden_size // heads
+        layers = [
+            plain_layer(parts.linears[i * per_layer : (i + 1) * per_layer], norms, size) for i, norms in enumerate(parts.norms)
+        ]
+        return PlainLayers(layers, heads, size, epsilon) if None not in layers else None  # type: ignore[arg-type]
+
+    def _branching_logits(self, cache: KVCache, ids: Tensor) -> Tensor:
         """Logits ``[1, 12, vocabulary]`` of 12 ids by prefill, a tree of right and wrong tokens, commit, and one step."""
-        cache = self.new_cache(1, 32)
         wrong = (ids + 1) % self.config.vocab_size
         logits = [self._forward(cache, ids[:, :5], cache.open(0, cache.positions_behind(0, 1, 5)).positions)[0]]
         cache.commit([range(5)])
@@ -224,6 +253,8 @@ class Target:
         self, cache: KVCache, tokens: Tensor, positions: Tensor, taps: Sequence[int] = (), keep: int | Tensor = 0
     ) -> tuple[Tensor, Tensor | None]:
         self.forwards += 1
+        if self._plain is not None and tokens.shape[1] <= FEW:
+            return self._plain_forward(self._plain, cache, tokens, positions, taps, keep)
         arguments: dict[str, object] = {self._cache_argument: cache, "use_cache": True}
         if self._keeps_logits and not (isinstance(keep, int) and keep == 0):
             arguments["logits_to_keep"] = keep
@@ -231,6 +262,23 @@ class Target:
             logits = self.model(input_ids=tokens, position_ids=positions, **arguments).logits
             features = torch.cat([outputs[i] for i in taps], dim=-1) if taps else None
         return logits, features
+
+    def _plain_forward(
+        self, layers: PlainLayers, cache: KVCache, tokens: Tensor, positions: Tensor, taps: Sequence[int], keep: int | Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        span = cache.span
+        assert span is not None and self._rotary is not None and self.final_norm is not None
+        with torch.inference_mode():
+            x = self.embedding(tokens)
+            mask = None
+            if span.count > 1 or span.visible is not None:
+                mask = additive(visibility(span, causal_mask_function, self.device), cache.dtype)
+            hidden, features = layers.run(x, self._rotary(x, positions), cache, span, mask, taps)
+            if isinstance(keep, Tensor):
+                hidden = hidden[:, keep]
+            elif keep:
+                hidden = hidden[:, -keep:]
+            return self.head(self.final_norm(hidden)), features
 
     @contextmanager
     def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:

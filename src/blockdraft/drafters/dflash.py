@@ -7,7 +7,7 @@ the anchor and mask tokens; slot k predicts the token at its own position, ancho
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from blockdraft.attention import Mask, additive, attend, visibility
 from blockdraft.cache import KVCache, Span
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.shortlist import Shortlist
+from blockdraft.plain import PlainLayer, PlainLayers, plain_layer
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import best
 
@@ -226,6 +227,21 @@ class DFlashDrafter:
         weight = network.fc.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.packed_bytes, self.shortlist, self.forwards = packed_bytes, shortlist, 0
+        self._plain = self._plain_layers() if packed_bytes else None
+
+    def _plain_layers(self) -> PlainLayers | None:
+        """The layers as one call: where they are packed for our own kernel, and see alike."""
+        c = self.config.backbone
+        alike = len(set(zip(self.config.causal, self.config.windows, strict=True))) == 1
+        layers = []
+        for layer in cast(list[Layer], list(self.network.layers)):
+            a, m = layer.self_attn, layer.mlp
+            groups = [[a.q_proj], [a.k_proj, a.v_proj], [a.o_proj], [m.gate_proj, m.up_proj], [m.down_proj]]
+            norms = [layer.input_layernorm, a.q_norm, a.k_norm, layer.post_attention_layernorm]
+            layers.append(plain_layer(groups, norms, c.head_dim))
+        if not alike or None in layers or c.hidden_act != "silu":
+            return None
+        return PlainLayers(cast(list[PlainLayer], layers), c.num_attention_heads, c.head_dim, c.rms_norm_eps)
 
     def room(self, block_size: int) -> int:
         return block_size
@@ -282,7 +298,12 @@ class DFlashDrafter:
             inside = torch.arange(slots, device=self.device) < torch.tensor(widths, device=self.device)[:, None]
             real = inside[:, None, :].expand(-1, slots, -1) | torch.eye(slots, dtype=torch.bool, device=self.device)
         span = self.cache.open(0, self.cache.positions_behind(0, *ids.shape), real)
-        hidden = self.network(block, span.positions, self.cache, self._masks(span))
+        if self._plain is not None:
+            rope = self.network.rotary(block, span.positions)
+            mask = None if self._sees_all(span) else self._masks(span)[0]
+            hidden = self.network.norm(self._plain.run(block, rope, self.cache, span, mask)[0])
+        else:
+            hidden = self.network(block, span.positions, self.cache, self._masks(span))
         hidden = hidden[:, 1:]  # slot 0 is the anchor: it is known
         logits = self.head(hidden) if self.shortlist is None else self.shortlist.logits(hidden)
         if self.config.output_multiplier != 1.0:
@@ -290,6 +311,10 @@ class DFlashDrafter:
         if self.config.softcap is not None:
             logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
         return logits
+
+    def _sees_all(self, span: Span) -> bool:
+        """Whether every slot sees all of its row's keys."""
+        return set(self.config.causal) == {False} and set(self.config.windows) == {None} and span.visible is None
 
     def _masks(self, span: Span) -> list[Tensor | None]:
         made: dict[tuple[bool, int | None], Tensor | None] = {}
