@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from blockdraft import kernels
 from blockdraft.attention import attend
-from blockdraft.decode import Decoder
+from blockdraft.decode import Decoder, decode
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.formats import zlab
+from blockdraft.load import load_drafter
+from blockdraft.packing import pack_linears
+from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from tests import tiny
@@ -79,6 +84,83 @@ def test_linear_rows(rows, inputs, outputs, biased, seed):
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
     for row in {0, rows // 2, rows - 1}:
         assert torch.equal(layer(x[row : row + 1])[0], found[row])
+
+
+PLAIN = {"llama", "llama-tied", "qwen2", "qwen3"}
+
+
+@pytest.mark.parametrize("family", sorted({*PLAIN, "qwen2-sliding", "gemma2", "phi", "granite", "gpt_neox", "smollm3", "mixtral"}))
+def test_layers_run_as_one_call_where_that_is_the_same(family):
+    """Windows, scaled residuals, partial or absent rotary turns, experts, norms of another kind: the model's own forward."""
+    assert (tiny.target(family)._plain is not None) == (family in PLAIN)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_call_equals_the_models_own_forward(family):
+    """Ragged rows, a tree, tapped layers, the keys and values left behind: to rounding."""
+    target, slow = tiny.target(family), tiny.target(family)
+    slow._plain = None
+    found = []
+    for one in (target, slow):
+        cache = one.new_cache(3, 60)
+        prompts = [tiny.prompt(length, length) for length in (9, 2, 17)]
+        logits, features = one.prefill_rows(cache, 0, prompts, (0, 2, 3))
+        found.append([logits, *(features[row, : len(prompt)] for row, prompt in enumerate(prompts))])
+        tree = Proposal(torch.arange(15).view(3, 5) + 3, [6, 4, 6], torch.tensor([[0, 1, 1, 0, 4]] * 3))
+        for part in one.verify(cache, torch.tensor([5, 6, 7]), tree, (1, 4)):
+            found[-1].append(part[[0, 2]])
+            found[-1].append(part[1, :4])  # the rest of this row is padding
+        one.commit(cache, [[0, 1, 3], [0], [0, 4, 5]])
+        found[-1].append(one.step(cache, torch.tensor([8, 9, 10])))
+        keys, values = cache.buffers(2, 2, target.config.head_dim)
+        for row, length in enumerate(cache.lengths):
+            found[-1] += [keys[row, :, :length], values[row, :, :length]]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_without_a_compiler_torch_computes_the_same(monkeypatch):
+    prompt, params = tiny.prompt(9, 0), SamplingParams(max_new_tokens=16, ignore_eos=True)
+    expected = tiny.greedy(tiny.model(), prompt, 16)
+    monkeypatch.setattr(kernels, "_built", lambda *arguments: None)
+    target = tiny.target()
+    assert target._plain is None
+    for drafter in (None, random_drafter(target)):
+        request = Request(prompt, params, target)
+        list(decode(target, drafter, [request]))
+        assert request.output == expected
+
+
+def test_layers_that_do_not_see_alike_keep_their_own_forward(llama, tmp_path):
+    """Unlike windows need a mask each; layers of one kind run as one call, windows and causal ones included."""
+    for changes, one_call in (
+        ({}, True),
+        ({"windows": (5, 5)}, True),
+        ({"causal": (True, True)}, True),
+        ({"windows": (5, None)}, False),
+    ):
+        zlab_folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        zlab_folder.mkdir()
+        if changes.get("windows") == (5, None):
+            network = random_drafter(llama, **changes).network
+            packed = pack_linears(network.linears(), torch.float32, torch.device("cpu"))
+            drafter = DFlashDrafter(network, llama.embed, llama.head, packed_bytes=packed)
+        else:
+            zlab.write(random_drafter(llama, **changes).network, zlab_folder, torch.float32)
+            drafter = load_drafter(zlab_folder, llama)
+        assert (drafter._plain is not None) == one_call
+        plain = random_drafter(llama, **changes)
+        for each in (drafter, plain):
+            each.reset(2, 64)
+            for row, length in enumerate((12, 7)):
+                torch.manual_seed(row)
+                ids = torch.tensor([tiny.prompt(length, row)])
+                each.observe(row, ids, torch.randn(1, length, 96), [length])
+        anchors = torch.tensor([5, 6])
+        for widths in ([8, 8], [8, 3]):
+            ours, theirs = drafter.logits(anchors, widths), plain.logits(anchors, widths)
+            torch.testing.assert_close(ours[0], theirs[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours[1, : widths[1] - 1], theirs[1, : widths[1] - 1], atol=1e-4, rtol=1e-4)
 
 
 def test_extreme_scores_are_no_nan():
