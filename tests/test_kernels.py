@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockdraft import kernels
+from blockdraft import attention, kernels, packing
 from blockdraft.attention import attend
 from blockdraft.decode import Decoder, decode
 from blockdraft.drafters.dflash import DFlashDrafter
@@ -69,14 +69,15 @@ def test_masked_queries_equal_a_plain_softmax(rows, heads, group, count, size, s
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
-@given(st.integers(1, 130), st.integers(1, 70), st.integers(1, 90), st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
-def test_linear_rows(rows, inputs, outputs, biased, seed):
-    """Any shape; and a row's result is to the bit what it is alone."""
-    if kernels.layers_library() is None:
+@given(st.integers(1, 130), st.integers(1, 70), st.integers(1, 90), st.booleans(), st.booleans(), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_linear_rows(rows, inputs, outputs, biased, narrow, seed):
+    """Any shape, weights of either kind; and a row's result is to the bit what it is alone."""
+    if kernels.library() is None:
         pytest.skip("no C compiler")
     torch.manual_seed(seed)
     weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)
+    weight = weight.bfloat16() if narrow else weight
     bias = torch.randn(outputs) if biased else None
     layer = kernels.LinearRows(weight, bias)
     found = layer(x[None])[0]
@@ -93,6 +94,23 @@ PLAIN = {"llama", "llama-tied", "qwen2", "qwen3"}
 def test_layers_run_as_one_call_where_that_is_the_same(family):
     """Windows, scaled residuals, partial or absent rotary turns, experts, norms of another kind: the model's own forward."""
     assert (tiny.target(family)._plain is not None) == (family in PLAIN)
+
+
+def test_bfloat16_weights_and_float32_arithmetic(monkeypatch):
+    """On a processor without bfloat16 arithmetic: what the rounded weights say in float32, to rounding; verification to the bit."""
+    monkeypatch.setattr(packing, "cpu_multiplies_bfloat16", lambda: False)
+    target = tiny.target(dtype=torch.bfloat16)
+    exact = tiny.model(dtype=torch.bfloat16).float()
+    assert target._plain is not None
+    ids = tiny.prompt(30, 3)
+    cache = target.new_cache(1, 60)
+    last, _ = next(iter(target.prefill(cache, 0, ids[:20])))
+    expected = exact(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(last, expected[19], atol=2e-4, rtol=1e-3)
+    verified, _ = target.verify(cache, torch.tensor(ids[20:21]), Proposal(torch.tensor([ids[21:28]]), [8]))
+    torch.testing.assert_close(verified[0], expected[20:28], atol=2e-4, rtol=1e-3)
+    stepped = torch.cat([target.step(cache, torch.tensor([token])) for token in ids[20:28]])
+    assert torch.equal(stepped, verified[0]), "a row does not depend on the rows beside it"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -122,7 +140,8 @@ def test_one_call_equals_the_models_own_forward(family):
 def test_without_a_compiler_torch_computes_the_same(monkeypatch):
     prompt, params = tiny.prompt(9, 0), SamplingParams(max_new_tokens=16, ignore_eos=True)
     expected = tiny.greedy(tiny.model(), prompt, 16)
-    monkeypatch.setattr(kernels, "_built", lambda *arguments: None)
+    for module in (kernels, attention, packing):
+        monkeypatch.setattr(module, "library", lambda: None)
     target = tiny.target()
     assert target._plain is None
     for drafter in (None, random_drafter(target)):
@@ -181,7 +200,7 @@ def test_other_shapes_are_left_to_sdpa(monkeypatch):
         kernels.attend_rows(query.view(2, 2, 2, 16), keys, keys.transpose(1, 2).contiguous().transpose(1, 2), lengths, 1.0) is None
     )
     ours = attend(query, keys, keys, lengths, 1.0)
-    monkeypatch.setattr(kernels, "attend_library", lambda: None)
+    monkeypatch.setattr(kernels, "library", lambda: None)
     torch.testing.assert_close(attend(query, keys, keys, lengths, 1.0), ours, atol=1e-5, rtol=1e-5)
 
 

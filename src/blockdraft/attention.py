@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from blockdraft.cache import KVCache, Span
-from blockdraft.kernels import attend_library, attend_rows
+from blockdraft.kernels import attend_rows, library
 
 NAME = "blockdraft"
 FEW = 96  # queries of a row that our own kernel attends for; a prompt's pass is SDPA's
@@ -92,7 +92,7 @@ def _mask(
     assert span is not None
     cache.causal_only &= mask_function is causal_mask_function
     if mask_function is causal_mask_function and span.count == 1 and span.visible is None:
-        if span.lone and len(span.starts) == 1 and (cache.device.type != "cpu" or attend_library() is None):
+        if span.lone and len(span.starts) == 1 and (cache.device.type != "cpu" or library() is None):
             return None
         return torch.tensor(span.starts, dtype=torch.int32, device=cache.device) + 1
     return additive(visibility(span, mask_function, cache.device), cache.dtype)

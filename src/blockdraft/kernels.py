@@ -19,39 +19,46 @@ from torch import Tensor
 
 from blockdraft.store import store_folder
 
-PLAIN = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-# Sums may be reordered. Not -ffast-math: with some compilers a library built so changes how the whole process rounds tiny numbers.
-REORDER = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-freciprocal-math")
+# No -ffast-math: sums keep the order that is written, and some compilers' libraries built so change how a whole process rounds.
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 MOST_SIZE = 256  # as in attend.c
+
+
+class Linear(ctypes.Structure):
+    """As in ``linear.c``."""
+
+    _fields_ = [("weights", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("narrow", ctypes.c_int64)]
 
 
 class LinearRows:
     """Weights of a linear layer in the layout of ``linear.c``, and the product with them.
 
     Args:
-        weight: ``[outputs, inputs]`` float32 on the CPU.
-        bias: ``[outputs]`` float32, or None.
+        weight: ``[outputs, inputs]`` float32 or bfloat16 on the CPU. The product is one of float32 either way.
+        bias: ``[outputs]``, or None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        library = layers_library()
-        assert library is not None
-        self._run, panel = library.linear_rows, int(library.panel())
+        built = library()
+        assert built is not None
+        self._run, panel = built.linear_rows, int(built.panel())
         self.outputs, self.inputs = weight.shape
         padded = -(-self.outputs // panel) * panel
-        rows = torch.zeros(padded, self.inputs)
+        rows = torch.zeros(padded, self.inputs, dtype=weight.dtype)
         rows[: self.outputs] = weight
         self.weight = rows.view(-1, panel, self.inputs).transpose(1, 2).contiguous()
         self.bias = torch.zeros(padded)
         if bias is not None:
             self.bias[: self.outputs] = bias
+        self.linear = Linear(self.weight.data_ptr(), self.bias.data_ptr(), weight.dtype == torch.bfloat16)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[..., outputs]`` of ``[..., inputs]`` float32: each row to the bit what it is alone."""
-        x = x.contiguous()
+        """``[..., outputs]`` float32 of ``[..., inputs]``: each row to the bit what it is alone."""
+        x = x.float().contiguous()
         out = torch.empty(*x.shape[:-1], self.outputs)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, self.weight, self.bias, out)]
-        self._run(*pointers, *map(ctypes.c_int64, (x.numel() // self.inputs, self.inputs, self.outputs, self.outputs)))
+        source, target = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
+        sizes = (x.numel() // self.inputs, self.inputs, self.outputs, self.outputs)
+        self._run(source, ctypes.byref(self.linear), target, *map(ctypes.c_int64, sizes))
         return out
 
 
@@ -67,9 +74,9 @@ def attend_rows(
         mask: ``[rows or 1, 1, count, capacity]`` float32, added to the scores.
     """
     rows, heads, group, size = query.shape
-    library = attend_library() if keys.device.type == "cpu" and keys.dtype == torch.float32 else None
+    built = library() if keys.device.type == "cpu" and keys.dtype == torch.float32 else None
     plain = keys.stride() == values.stride() and keys.stride()[2:] == (size, 1) and values.shape[3] == size
-    if library is None or not plain or size > MOST_SIZE or (mask is not None and mask.dtype != torch.float32):
+    if built is None or not plain or size > MOST_SIZE or (mask is not None and mask.dtype != torch.float32):
         return None
     query, lengths = query.contiguous(), lengths.contiguous()
     positions = longest = mask_stride = 1
@@ -81,46 +88,35 @@ def attend_rows(
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (query, keys, values, out, lengths)]
     pointers.append(ctypes.c_void_p(mask.data_ptr() if mask is not None else None))
     sizes = (rows, heads, group, size, keys.stride(0), keys.stride(1), positions, longest, mask_stride)
-    library.attend_rows(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_float(scale))
+    built.attend_rows(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_float(scale))
     return out
 
 
-def attend_library() -> ctypes.CDLL | None:
-    """``attend.c``; None without a C compiler."""
-    return _built("attend", (*PLAIN, *REORDER))
-
-
-def layers_library() -> ctypes.CDLL | None:
-    """``layers.c`` and ``linear.c``, their sums in the order that is written there; None without a C compiler."""
-    library = _built("layers", (*PLAIN, "-fno-math-errno", "-fno-trapping-math"))
-    if library is not None:
-        library.panel.restype = library.floats_of_work.restype = ctypes.c_int64
-    return library
-
-
 @cache
-def _built(name: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
-    """A built kernel; None without a C compiler.
+def library() -> ctypes.CDLL | None:
+    """The built kernels; None without a C compiler.
 
     It shares torch's OpenMP threads: torch has loaded a ``libgomp.so.1`` already, and a library of that name is loaded once.
     """
     compiler = next((found for name in ("gcc", "cc", "clang") if (found := shutil.which(name))), None)
     if compiler is None or platform.system() != "Linux":
         return None
-    source = Path(__file__).with_name(f"{name}.c")
-    text = "".join(source.with_name(file).read_text() for file in ("linear.c", f"{name}.c"))
-    described = f"{text}{flags}{compiler}{processor()}"
-    built = store_folder() / "kernels" / f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.so"
+    source = Path(__file__).with_name("layers.c")
+    text = "".join(source.with_name(file).read_text() for file in ("linear.c", "attend.c", "layers.c"))
+    described = f"{text}{FLAGS}{compiler}{processor()}"
+    built = store_folder() / "kernels" / f"layers-{hashlib.sha256(described.encode()).hexdigest()[:16]}.so"
     try:
         if not built.exists():
             built.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
                 made = Path(scratch) / built.name
-                subprocess.run([compiler, *flags, str(source), "-o", str(made), "-lm"], check=True, capture_output=True)
+                subprocess.run([compiler, *FLAGS, str(source), "-o", str(made), "-lm"], check=True, capture_output=True)
                 made.replace(built)
-        return ctypes.CDLL(str(built))
+        found = ctypes.CDLL(str(built))
     except (OSError, subprocess.CalledProcessError):
         return None
+    found.panel.restype = found.floats_of_work.restype = ctypes.c_int64
+    return found
 
 
 def processor() -> str:

@@ -1,17 +1,11 @@
-// The layers of a Llama-like model over a few tokens, float32, as one call: norm, attention with rotary positions over a cache,
+// The layers of a Llama-like model over a few tokens, in float32, as one call: norm, attention with rotary positions over a cache,
 // gated MLP. What lies between the products is small, and costs as much as they do when every step of it is a call of its own.
 
 #include <math.h>
 #include <string.h>
 
 #include "linear.c"
-
-typedef void (*attend_function)(const float *, const float *, const float *, float *, const int32_t *, const float *, int64_t, int64_t,
-                                int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float);
-
-typedef struct {
-  const float *weights, *bias;  // as in linear_rows; NULL: absent
-} linear;
+#include "attend.c"
 
 typedef struct {
   const float *attention_norm, *query_norm, *key_norm, *mlp_norm;  // the two in the middle may be NULL
@@ -57,18 +51,6 @@ static inline void rotate(const float *x, const float *cosines, const float *sin
     y[i] = a * cosines[i] - b * sines[i];
     y[i + half] = b * cosines[i + half] + a * sines[i + half];
   }
-}
-
-static inline float exp_of_negative(float x) {
-  // exp(x) for x <= 0: 2^n times a polynomial, to 2e-7 of its value.
-  x = x < -87.0f ? -87.0f : x;
-  const float whole = __builtin_floorf(x * 1.44269504f + 0.5f);
-  const float f = (x * 1.44269504f - whole) * 0.693147181f;
-  const float p = 1.0f + f * (1.0f + f * (0.5f + f * (0.166666667f + f * (0.0416666667f + f * (0.00833333333f + f * 0.00138888889f)))));
-  const int32_t bits = ((int32_t)whole + 127) << 23;
-  float power;
-  memcpy(&power, &bits, sizeof power);
-  return p * power;
 }
 
 // silu(gate) * up of gate and up side by side.
@@ -123,10 +105,6 @@ static void gather(const float *attended, float *y, const sizes *s) {
                s->size * sizeof(float));
 }
 
-static void multiply(const float *x, const linear *l, float *y, int64_t rows, int64_t inputs, int64_t outputs, int64_t stride) {
-  linear_rows(x, l->weights, l->bias, y, rows, inputs, outputs, stride);
-}
-
 int64_t floats_of_work(const sizes *s) {
   const int64_t tokens = s->rows * s->positions;
   return tokens * (2 * s->hidden + (4 * s->heads + 2 * s->kv_heads) * s->size + 3 * s->inner);
@@ -135,7 +113,7 @@ int64_t floats_of_work(const sizes *s) {
 // x [rows, positions, hidden] becomes the last layer's output. cosines, sines [rows, positions, size]; starts, lengths [rows]: the
 // slot of each row's first token, and how many keys it sees; mask as in attend_rows, or NULL.
 void run_layers(const layer *layers, int64_t count, const sizes *s, float *x, float *work, const float *cosines, const float *sines,
-                const int64_t *starts, const int32_t *lengths, const float *mask, float epsilon, float scale, attend_function attend) {
+                const int64_t *starts, const int32_t *lengths, const float *mask, float epsilon, float scale) {
   const int64_t tokens = s->rows * s->positions, own = s->heads * s->size, joint = own + 2 * s->kv_heads * s->size;
   const int64_t group = s->heads / s->kv_heads;
   float *normed = work, *projected = normed + tokens * s->hidden, *queries = projected + tokens * joint;
@@ -144,18 +122,18 @@ void run_layers(const layer *layers, int64_t count, const sizes *s, float *x, fl
   for (int64_t i = 0; i < count; i++) {
     const layer *l = layers + i;
     norm_rows(x, l->attention_norm, normed, tokens, s->hidden, epsilon);
-    multiply(normed, &l->first, projected, tokens, s->hidden, l->second.weights ? own : joint, joint);
-    if (l->second.weights) multiply(normed, &l->second, projected + own, tokens, s->hidden, joint - own, joint);
+    linear_rows(normed, &l->first, projected, tokens, s->hidden, l->second.weights ? own : joint, joint);
+    if (l->second.weights) linear_rows(normed, &l->second, projected + own, tokens, s->hidden, joint - own, joint);
     place(l, s, projected, queries, cosines, sines, starts, epsilon);
-    attend(queries, l->keys, l->values, attended, lengths, mask, s->rows, s->kv_heads, group * s->positions, s->size, s->row_stride,
-           s->head_stride, s->positions, s->longest, s->mask_stride, scale);
+    attend_rows(queries, l->keys, l->values, attended, lengths, mask, s->rows, s->kv_heads, group * s->positions, s->size, s->row_stride,
+                s->head_stride, s->positions, s->longest, s->mask_stride, scale);
     gather(attended, gathered, s);
-    multiply(gathered, &l->output, added, tokens, own, s->hidden, s->hidden);
+    linear_rows(gathered, &l->output, added, tokens, own, s->hidden, s->hidden);
     add(x, added, tokens * s->hidden);
     norm_rows(x, l->mlp_norm, normed, tokens, s->hidden, epsilon);
-    multiply(normed, &l->up, both, tokens, s->hidden, 2 * s->inner, 2 * s->inner);
+    linear_rows(normed, &l->up, both, tokens, s->hidden, 2 * s->inner, 2 * s->inner);
     gated(both, inner, tokens, s->inner);
-    multiply(inner, &l->down, added, tokens, s->inner, s->hidden, s->hidden);
+    linear_rows(inner, &l->down, added, tokens, s->inner, s->hidden, s->hidden);
     add(x, added, tokens * s->hidden);
     if (l->tap)
       for (int64_t t = 0; t < tokens; t++) memcpy(l->tap + t * s->tap_stride, x + t * s->hidden, s->hidden * sizeof(float));

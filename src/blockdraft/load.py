@@ -19,7 +19,7 @@ from blockdraft.drafters.dflash import DFlash, DFlashDrafter
 from blockdraft.drafters.shortlist import Shortlist, read_shortlist
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.formats import zlab
-from blockdraft.packing import pack_linears
+from blockdraft.packing import cpu_multiplies_bfloat16, pack_linears
 from blockdraft.store import SHORT_NAMES, obtain, sha256_of, stored_identity, weights_digest
 from blockdraft.target import Target, refuse_unsupported
 
@@ -58,7 +58,7 @@ def resolve_dtype(name: str | torch.dtype | None, device: torch.device) -> torch
         UsageError: unknown, or without arithmetic on the device.
     """
     if name is None:
-        return torch.bfloat16 if device.type != "cpu" or _cpu_multiplies_bfloat16() else torch.float32
+        return torch.bfloat16 if device.type != "cpu" or cpu_multiplies_bfloat16() else torch.float32
     dtype = name if isinstance(name, torch.dtype) else DTYPES.get(name)
     if dtype not in DTYPES.values():
         raise UsageError(f"dtype {name!r} is unknown; use {', '.join(DTYPES)}")
@@ -66,12 +66,6 @@ def resolve_dtype(name: str | torch.dtype | None, device: torch.device) -> torch
         raise UsageError("dtype 'float16' is not available on a CPU; use bfloat16 or float32")
     assert dtype is not None
     return dtype
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """AMX or AVX512-BF16: without them bfloat16 is emulated, slower than float32."""
-    tests = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return any(test is not None and test() for test in tests)
 
 
 # ---- targets

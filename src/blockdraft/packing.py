@@ -2,9 +2,9 @@
 
 A plain ``nn.Linear`` over a handful of rows runs at a fraction of the memory bandwidth: the matrix is traversed in a
 layout made for other shapes, or reordered in every call. Packed once, products of a handful of rows cost little more than
-those of one: the property that speculative decoding lives on. float32 weights are packed for our own kernel (``linear.c``) where
-a compiler is at hand, all others for oneDNN. Layers that read the same tensor (query, key and value; gate and up) are packed
-as one matrix. ``docs/architecture.md`` has the measured figures.
+those of one: the property that speculative decoding lives on. Weights are packed for our own kernel (``linear.c``) where a
+compiler is at hand, but for oneDNN's in bfloat16 on processors that multiply it themselves. Layers that read the same tensor
+(query, key and value; gate and up) are packed as one matrix. ``docs/architecture.md`` has the measured figures.
 """
 
 import warnings
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.kernels import LinearRows, layers_library
+from blockdraft.kernels import LinearRows, library
 from blockdraft.memory import available_memory
 
 ROWS_HINT = 8  # oneDNN picks the layout for a number of rows; 8 serves 1 to 32 rows well (benchmarks/linear.py)
@@ -35,9 +35,10 @@ class Packed:
         weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        if weight.dtype == torch.float32 and layers_library() is not None:
-            self.rows: LinearRows | None = LinearRows(weight, bias)
-            self._multiply: Callable[[Tensor], Tensor] = self.rows
+        if has_own_kernel(weight.dtype):
+            rows = LinearRows(weight, bias)
+            self.rows: LinearRows | None = rows
+            self._multiply: Callable[[Tensor], Tensor] = lambda x: rows(x).to(x.dtype)
         else:
             self.rows = None
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
@@ -70,9 +71,21 @@ class PackedLinear(nn.Linear):
         return self.packed.product(input)[..., self.outputs]
 
 
+def has_own_kernel(dtype: torch.dtype) -> bool:
+    """True where ``linear.c`` multiplies: float32, and bfloat16 on processors that do not multiply it themselves."""
+    ours = dtype == torch.float32 or (dtype == torch.bfloat16 and not cpu_multiplies_bfloat16())
+    return ours and library() is not None
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """AMX or AVX512-BF16: without them bfloat16 is emulated, slower than float32."""
+    tests = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(test is not None and test() for test in tests)
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """True where there is a kernel for this dtype: oneDNN's, or for float32 our own."""
-    if device.type == "cpu" and dtype == torch.float32 and layers_library() is not None:
+    if device.type == "cpu" and has_own_kernel(dtype):
         return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available() or not hasattr(torch.ops, "mkldnn"):
         return False

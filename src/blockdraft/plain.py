@@ -1,4 +1,4 @@
-"""Plain layers: the layers of a Llama-like model over a few tokens as one call of ``layers.c`` (CPUs, float32).
+"""Plain layers: the layers of a Llama-like model over a few tokens as one call of ``layers.c`` (CPUs).
 
 Between its products a layer does some forty small things. Called one by one they take as long as the products of a small model.
 A model whose layers look plain is given this path when it loads, and keeps it only if it computes what the model computes.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.cache import KVCache, Span
-from blockdraft.kernels import LinearRows, attend_library, layers_library
+from blockdraft.kernels import Linear, LinearRows, library
 from blockdraft.packing import PackedLinear
 
 # Linear layers that read the same tensor, in order: query, key and value apart, as one, or the last two together; gate and up
@@ -64,10 +64,9 @@ class PlainLayers:
         joint = layers[0].first.outputs + (layers[0].second.outputs if layers[0].second is not None else 0)
         self.kv_heads = (joint // size - heads) // 2
         self.hidden, self.inner = layers[0].norms[0].numel(), layers[0].down.inputs
-        library, attend = layers_library(), attend_library()
-        assert library is not None and attend is not None
-        self._library = library
-        self._attend = ctypes.cast(attend.attend_rows, ctypes.c_void_p)
+        built = library()
+        assert built is not None
+        self._library = built
         self._work = torch.empty(0)
         self._pointers = [self._fixed(layer) for layer in self.layers]
 
@@ -76,9 +75,11 @@ class PlainLayers:
         """Addresses in the order of ``layer`` in ``layers.c``, up to the cache's."""
         query, key = layer.head_norms or (None, None)
         tensors: list[Tensor | None] = [layer.norms[0], query, key, layer.norms[1]]
-        for linear in (layer.first, layer.second, layer.output, layer.up, layer.down):
-            tensors += [linear.weight, linear.bias] if linear is not None else [None, None]
-        return [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
+        addresses = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
+        for rows in (layer.first, layer.second, layer.output, layer.up, layer.down):
+            found = rows.linear if rows is not None else Linear()
+            addresses += [found.weights or 0, found.bias or 0, found.narrow]
+        return addresses
 
     def run(
         self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, span: Span, mask: Tensor | None, taps: Sequence[int] = ()
@@ -86,17 +87,17 @@ class PlainLayers:
         """Run new tokens behind what the cache holds, and write their keys and values there.
 
         Args:
-            x: ``[rows, positions, hidden]`` float32.
+            x: ``[rows, positions, hidden]``.
             rope: cosines and sines ``[rows or 1, positions, head size]``.
             cache: float32, opened at ``span``.
             mask: additive ``[rows or 1, 1, positions, span.end]``; None: each row's tokens see all of its keys.
             taps: layers whose outputs are kept.
 
         Returns:
-            The last layer's output, and the tapped ones side by side ``[rows, positions, taps * hidden]``.
+            The last layer's output, and the tapped ones side by side ``[rows, positions, taps * hidden]``, float32.
         """
         rows, positions, hidden = x.shape
-        x = x.contiguous().clone()
+        x = x.to(torch.float32, copy=True).contiguous()
         cosines, sines = (t.float().expand(rows, -1, -1).contiguous() for t in rope)
         buffers = [cache.buffers(layer, self.kv_heads, self.size) for layer in range(len(self.layers))]
         strides = buffers[0][0].stride()
@@ -137,7 +138,6 @@ class PlainLayers:
             ctypes.c_void_p(mask.data_ptr() if mask is not None else None),
             ctypes.c_float(self.epsilon),
             ctypes.c_float(self.size**-0.5),
-            self._attend,
         )
         return x, features
 
@@ -148,9 +148,7 @@ def plain_layer(groups: Sequence[Sequence[nn.Module]], norms: Sequence[nn.Module
     joint = [len(group) for group in groups]
     if len(packed) != len(groups) or None in packed or joint not in JOINT:
         return None
-    weights = [norm.get_parameter("weight").detach() for norm in norms]
-    if any(weight.dtype != torch.float32 or not weight.is_contiguous() for weight in weights):
-        return None
+    weights = [norm.get_parameter("weight").detach().float().contiguous() for norm in norms]
     shapes = [weight.numel() for weight in weights]
     if len(weights) == 4 and shapes[1:3] == [size, size]:
         outer, inner = (weights[0], weights[3]), (weights[1], weights[2])

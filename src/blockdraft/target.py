@@ -19,7 +19,7 @@ from blockdraft.anatomy import Anatomy, dissect, first_tensor
 from blockdraft.attention import FEW, additive, attending_over, visibility
 from blockdraft.cache import KVCache
 from blockdraft.errors import UsageError
-from blockdraft.packing import pack_linears, unpack_linears
+from blockdraft.packing import PackedLinear, pack_linears, unpack_linears
 from blockdraft.plain import PlainLayers, plain_layer
 from blockdraft.proposal import Proposal
 
@@ -113,7 +113,8 @@ class Target:
 
         self._rotary, self._plain = parts.rotary, self._plain_layers(parts) if cache.causal_only else None
         try:
-            if self._plain is not None and not error_of(self._branching_logits(self.new_cache(1, 32), ids)) < 1e-4:
+            rounding = 1e-4 if self.dtype == torch.float32 else 0.1
+            if self._plain is not None and not error_of(self._branching_logits(self.new_cache(1, 32), ids)) < rounding:
                 self._plain = None  # layers of another kind: the model's own forward it is
         except (RuntimeError, TypeError):  # a rotary module that is called otherwise
             self._plain = None
@@ -269,7 +270,7 @@ class Target:
         span = cache.span
         assert span is not None and self._rotary is not None and self.final_norm is not None
         with torch.inference_mode():
-            x = self.embedding(tokens)
+            x = self.embedding(tokens).float()  # the rotary angles come in the dtype of what they are asked with
             mask = None
             if span.count > 1 or span.visible is not None:
                 mask = additive(visibility(span, causal_mask_function, self.device), cache.dtype)
@@ -278,7 +279,17 @@ class Target:
                 hidden = hidden[:, keep]
             elif keep:
                 hidden = hidden[:, -keep:]
-            return self.head(self.final_norm(hidden)), features
+            return self._plain_head(hidden), features
+
+    def _plain_head(self, hidden: Tensor) -> Tensor:
+        """Final norm and head in float32: logits rounded to bfloat16 would tie."""
+        assert self.final_norm is not None and self._plain is not None
+        if not isinstance(self.head, PackedLinear) or hidden.dtype == self.dtype:
+            return self.head(self.final_norm(hidden))  # type: ignore[no-any-return]
+        weight = self.final_norm.get_parameter("weight").float()
+        normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self._plain.epsilon) * weight
+        assert self.head.packed.rows is not None
+        return self.head.packed.rows(normed)  # type: ignore[no-any-return]
 
     @contextmanager
     def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:

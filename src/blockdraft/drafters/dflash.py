@@ -299,9 +299,9 @@ class DFlashDrafter:
             real = inside[:, None, :].expand(-1, slots, -1) | torch.eye(slots, dtype=torch.bool, device=self.device)
         span = self.cache.open(0, self.cache.positions_behind(0, *ids.shape), real)
         if self._plain is not None:
-            rope = self.network.rotary(block, span.positions)
+            rope = self.network.rotary(block.float(), span.positions)
             mask = None if self._sees_all(span) else self._masks(span)[0]
-            hidden = self.network.norm(self._plain.run(block, rope, self.cache, span, mask)[0])
+            hidden = self.network.norm(self._plain.run(block, rope, self.cache, span, mask)[0].to(self.dtype))
         else:
             hidden = self.network(block, span.positions, self.cache, self._masks(span))
         hidden = hidden[:, 1:]  # slot 0 is the anchor: it is known

@@ -47,33 +47,35 @@ def grow(logs: Tensor, words: Tensor, copies: Tensor, copy_logs: Tensor, nodes: 
     copying = torch.ones(rows, dtype=torch.bool, device=device)
     levels: list[tuple[Tensor, Tensor, Tensor]] = []  # scores, tokens, parents; parents count over all levels, the anchor is 0
     first = 0
-    for depth in range(max(slots, copies.shape[1])):
+    reach = copies.shape[1]
+    for depth in range(slots):
         width = score.shape[1]
-        tokens = words[:, depth] if depth < slots else words.new_empty(rows, 0)  # [rows, k]
-        extended = score[:, :, None] + (logs[:, None, depth] if depth < slots else logs.new_empty(rows, 1, 0))
+        tokens, extended = words[:, depth], score[:, :, None] + logs[:, None, depth]
         copied = score.new_full((rows, width, 1), float("-inf"))
-        if depth < copies.shape[1]:
-            token = copies[:, depth]
-            own = extended[row, on_copy]  # [rows, k], what the drafter thinks of the chain's continuations
+        there = torch.zeros_like(copying)
+        token = tokens.new_zeros(rows)
+        if depth < reach:
+            token, own = copies[:, depth], extended[row, on_copy]  # own: what the drafter thinks of the chain's continuations
             same = tokens == token[:, None]
-            known = own.masked_fill(~same, float("-inf")).amax(dim=1) if own.shape[1] else own.new_full((rows,), float("-inf"))
-            value = torch.maximum(known, copy_logs[:, depth]).masked_fill(~copying | copy_logs[:, depth].isneginf(), float("-inf"))
-            there = ~value.isneginf()
+            known = own.masked_fill(~same, float("-inf")).amax(dim=1)
+            there = copying & ~copy_logs[:, depth].isneginf()
+            value = torch.maximum(known, copy_logs[:, depth]).masked_fill(~there, float("-inf"))
             extended[row, on_copy] = own.masked_fill(same & there[:, None], float("-inf"))
             copied[row, on_copy, 0] = value
-            tokens = torch.cat([tokens, token[:, None]], dim=1)
-        else:
-            there = torch.zeros_like(copying)
-            tokens = torch.cat([tokens, tokens.new_zeros(rows, 1)], dim=1)
         pool = torch.cat([extended, copied], dim=2)
         branches = pool.shape[2]
         place = on_copy * branches + branches - 1
         score, chosen = pool.flatten(1).topk(min(nodes, width * branches), dim=1)
         hit = (chosen == place[:, None]) & there[:, None]
         copying, on_copy = hit.any(dim=1), hit.int().argmax(dim=1)
-        parents = first + chosen // branches
-        levels.append((score, tokens.gather(1, chosen % branches), parents))
+        levels.append((score, torch.cat([tokens, token[:, None]], dim=1).gather(1, chosen % branches), first + chosen // branches))
         first += width
+    if reach > slots:  # behind the block the chain is alone
+        tail = copy_logs[:, slots:].masked_fill(~copying[:, None], float("-inf"))
+        above = torch.arange(first + score.shape[1] - 1, first + score.shape[1] + tail.shape[1] - 1, device=device)
+        above = above.expand(rows, -1).clone()
+        above[:, 0] = first + on_copy
+        levels.append((tail, copies[:, slots:], above))
     scores, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     # A stable order: of equals the shallower comes first, so parents stand before their children.
     scores, order = scores.sort(dim=1, descending=True, stable=True)
