@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from blockdraft.target import Target
     from blockdraft.verification import Verdict
 
+OWN = 24  # of our own prompts, four of each kind: half a minute
+
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("verify", help="prove that the drafter changes nothing")
     parser.add_argument("--prompts", type=options.path, metavar="FILE.jsonl", help="default: prompts of our own")
-    parser.add_argument("--limit", type=options.positive, metavar="N", help="first N prompts")
+    parser.add_argument("--limit", type=options.positive, metavar="N", help="first N prompts; default: all, 24 of our own")
     parser.add_argument("--json", action="store_true", help="the verdict as one JSON object on stdout")
     options.add_sampling(parser, max_new_tokens=64)
     options.add_models(parser)
@@ -32,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--stop has no effect on the tokens that verify compares; leave it out")
     if not params.greedy and params.acceptance == "rejection":
         raise UsageError("the rejection rule is exact in law, not token by token: verify compares under --acceptance match")
-    conversations = read_prompts(args.prompts or OWN_PROMPTS)[: args.limit]
+    limit = args.limit or (None if args.prompts else OWN)
+    conversations = read_prompts(args.prompts or OWN_PROMPTS)[:limit]
     target, drafter = options.load(args)
     assert drafter is not None
     if target.dtype.itemsize < 4 and not (params.greedy and params.repetition_penalty == 1.0):
