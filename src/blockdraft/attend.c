@@ -16,7 +16,7 @@ static inline float sum_of(vec x) {
   for (int step = WIDTH / 2; step; step /= 2) {
     ints places;
     for (int i = 0; i < WIDTH; i++) places[i] = i ^ step;
-    x += __builtin_shuffle(x, places);
+    x += __builtin_shuffle(x, places);  // GCC's
   }
   return x[0];
 }

@@ -138,14 +138,15 @@ def attend(
     rows, heads, count, size = query.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
     if mask is not None and mask.dim() == 1:
-        if softcap is None and sinks is None:
+        if softcap is None and sinks is None and not torch.is_grad_enabled():
             ragged = attend_rows(query.reshape(rows, kv_heads, -1, size).to(keys.dtype), keys, values, mask, scale)
             if ragged is not None:
                 return ragged.view(rows, heads, 1, size).transpose(1, 2).to(query.dtype)
         seen = torch.arange(length, device=keys.device) < mask[:, None]
         mask = additive(seen[:, None, None], keys.dtype)
     group = heads // kv_heads
-    if mask is not None and count <= FEW and softcap is None and sinks is None and query.device.type == "cpu":
+    plain = softcap is None and sinks is None and query.device.type == "cpu"
+    if mask is not None and count <= FEW and plain and not torch.is_grad_enabled():  # the kernel has no gradients
         lengths = torch.full((rows,), length, dtype=torch.int32)
         found = attend_rows(query.reshape(rows, kv_heads, group * count, size).to(keys.dtype), keys, values, lengths, scale, mask)
         if found is not None:

@@ -149,7 +149,7 @@ class Budget:
                 if i < len(row):
                     gained += self._nodes.of(_bin(row[i])) if row[i] > float("-inf") else 0.0
                 expected[i + 1] += gained
-        draft = self.costs.of_draft(rows * slots)
+        draft = self.costs.of_draft(rows * slots) if slots > 1 else 0.0
         sizes = [tokens - 1 for tokens, _ in self.costs.verify if tokens - 1 <= self.most]
         best = max(sizes, key=lambda n: (rows + expected[n]) / (draft + self.costs.of_verify(rows * (n + 1))))
         return [min(best, count) for count in there]
@@ -196,13 +196,18 @@ class Budget:
                 return
             node = children[node, token]
 
+    def forget(self, row: int) -> None:
+        """What the row was about to verify never ran to its end."""
+        if row < len(self._pending):
+            self._pending[row] = None
+
     def move(self, source: int, target: int) -> None:
         self._pending[target] = self._pending[source]
 
 
 @dataclass
 class Pending:
-    """What a row verifies: candidates with parents and log-probabilities as in ``grow``, slots drafted, copy and its match."""
+    """What a row verifies: candidates with parents and log-probabilities (``grow``), slots drafted for it, its copy and match."""
 
     tokens: list[int]
     parents: list[int]

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from weakref import WeakKeyDictionary
 
 from blockdraft.budget import Budget
 from blockdraft.decode import decode
@@ -17,6 +18,8 @@ from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
 
 MOST_CANDIDATES = 1024  # of a fixed tree, as in DDTree's experiments
+# What has been learned about each drafter, by slots of a block: the next answer begins with it.
+_budgets: WeakKeyDictionary[DFlashDrafter, dict[int, Budget]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,9 @@ def with_tree(
         return drafter
     if isinstance(tree, int):
         return TreeDrafter(drafter, Budget(None, slots, tree))
-    return TreeDrafter(drafter, Budget(costs_of(target, drafter), slots))
+    if slots not in _budgets.setdefault(drafter, {}):
+        _budgets[drafter][slots] = Budget(costs_of(target, drafter), slots)
+    return TreeDrafter(drafter, _budgets[drafter][slots])
 
 
 def checked_block_size(block_size: int | None, drafter: Drafter | None) -> int | None:

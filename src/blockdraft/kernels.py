@@ -44,18 +44,20 @@ class LinearRows:
         self._run, panel = built.linear_rows, int(built.panel())
         self.outputs, self.inputs = weight.shape
         padded = -(-self.outputs // panel) * panel
-        rows = torch.zeros(padded, self.inputs, dtype=weight.dtype)
+        rows = torch.zeros(padded, self.inputs, dtype=weight.dtype, device="cpu")
         rows[: self.outputs] = weight
         self.weight = rows.view(-1, panel, self.inputs).transpose(1, 2).contiguous()
-        self.bias = torch.zeros(padded)
+        self.bias = torch.zeros(padded, dtype=torch.float32, device="cpu")
         if bias is not None:
             self.bias[: self.outputs] = bias
         self.linear = Linear(self.weight.data_ptr(), self.bias.data_ptr(), weight.dtype == torch.bfloat16)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., outputs]`` float32 of ``[..., inputs]``: each row to the bit what it is alone."""
+        if x.shape[-1] != self.inputs:
+            raise RuntimeError(f"a layer of {self.inputs} inputs was given {x.shape[-1]}")
         x = x.float().contiguous()
-        out = torch.empty(*x.shape[:-1], self.outputs)
+        out = torch.empty(*x.shape[:-1], self.outputs, dtype=torch.float32, device="cpu")
         source, target = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
         sizes = (x.numel() // self.inputs, self.inputs, self.outputs, self.outputs)
         self._run(source, ctypes.byref(self.linear), target, *map(ctypes.c_int64, sizes))
@@ -98,13 +100,11 @@ def library() -> ctypes.CDLL | None:
 
     It shares torch's OpenMP threads: torch has loaded a ``libgomp.so.1`` already, and a library of that name is loaded once.
     """
-    compiler = next((found for name in ("gcc", "cc", "clang") if (found := shutil.which(name))), None)
+    compiler = next((found for name in ("gcc", "cc") if (found := shutil.which(name))), None)
     if compiler is None or platform.system() != "Linux":
         return None
     source = Path(__file__).with_name("layers.c")
-    text = "".join(source.with_name(file).read_text() for file in ("linear.c", "attend.c", "layers.c"))
-    described = f"{text}{FLAGS}{compiler}{processor()}"
-    built = store_folder() / "kernels" / f"layers-{hashlib.sha256(described.encode()).hexdigest()[:16]}.so"
+    built = store_folder() / "kernels" / f"layers-{kernel_digest()}-{Path(compiler).name}.so"
     try:
         if not built.exists():
             built.parent.mkdir(parents=True, exist_ok=True)
@@ -117,6 +117,12 @@ def library() -> ctypes.CDLL | None:
         return None
     found.panel.restype = found.floats_of_work.restype = ctypes.c_int64
     return found
+
+
+def kernel_digest() -> str:
+    """Of the kernels' sources, flags and processor."""
+    text = "".join(Path(__file__).with_name(file).read_text() for file in ("linear.c", "attend.c", "layers.c"))
+    return hashlib.sha256(f"{text}{FLAGS}{processor()}".encode()).hexdigest()[:16]
 
 
 def processor() -> str:

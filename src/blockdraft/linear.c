@@ -84,7 +84,7 @@ static inline __attribute__((always_inline)) void panel_tile(const int narrow, c
   const int64_t passes = (rows + BLOCK - 1) / BLOCK;
   // With fetch, the next panel comes meanwhile, evenly over all passes: memory and arithmetic work at the same time. One pass is
   // all memory, many are all arithmetic: there it would only be in the way.
-  const int64_t every = passes * LINE / stored;
+  const int64_t every = fetch ? (passes * LINE + stored - 1) / stored : 1;
   for (int64_t pass = 0, row = 0; pass < passes; pass++) {
     const int64_t count = rows / passes + (pass < rows % passes);
     const float *in = x + row * inputs;
@@ -92,7 +92,7 @@ static inline __attribute__((always_inline)) void panel_tile(const int narrow, c
     switch (count) {
 #define CASE(n) \
   case n: \
-    panel_rows(n, narrow, fetch, in, w, bias, out, inputs, stride, kept, next + pass * (inputs / every) * LINE, every); \
+    panel_rows(n, narrow, fetch, in, w, bias, out, inputs, stride, kept, fetch ? next + pass * (inputs / every) * LINE : next, every); \
     break;
       CASE(1)
       CASE(2)

@@ -7,17 +7,19 @@ A model whose layers look plain is given this path when it loads, and keeps it o
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.cache import KVCache, Span
-from blockdraft.kernels import Linear, LinearRows, library
+from blockdraft.kernels import MOST_SIZE, Linear, LinearRows, library
 from blockdraft.packing import PackedLinear
 
 # Linear layers that read the same tensor, in order: query, key and value apart, as one, or the last two together; gate and up
 # apart or as one.
 JOINT = ([3, 1, 2, 1], [1, 1, 2, 1], [3, 1, 1, 1], [1, 1, 1, 1], [1, 2, 1, 2, 1])
+FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # of C's buffers, whatever torch's defaults are
 
 
 @dataclass(frozen=True)
@@ -53,21 +55,21 @@ class PlainLayers:
     """Layers that run as one call.
 
     Args:
-        layers: of one size.
+        layers: of the sizes that ``fits`` proves.
         heads: of queries.
         size: of a head.
         epsilon: of all norms.
     """
 
     def __init__(self, layers: Sequence[PlainLayer], heads: int, size: int, epsilon: float):
+        assert fits(layers, heads, size)
         self.layers, self.heads, self.size, self.epsilon = list(layers), heads, size, epsilon
-        joint = layers[0].first.outputs + (layers[0].second.outputs if layers[0].second is not None else 0)
-        self.kv_heads = (joint // size - heads) // 2
+        self.kv_heads = kv_heads_of(layers[0], heads, size)
         self.hidden, self.inner = layers[0].norms[0].numel(), layers[0].down.inputs
         built = library()
         assert built is not None
         self._library = built
-        self._work = torch.empty(0)
+        self._work = torch.empty(0, **FLOATS)
         self._pointers = [self._fixed(layer) for layer in self.layers]
 
     @staticmethod
@@ -97,11 +99,12 @@ class PlainLayers:
             The last layer's output, and the tapped ones side by side ``[rows, positions, taps * hidden]``, float32.
         """
         rows, positions, hidden = x.shape
+        assert hidden == self.hidden and rope[0].shape[1:] == (positions, self.size), "sizes of other layers"
         x = x.to(torch.float32, copy=True).contiguous()
         cosines, sines = (t.float().expand(rows, -1, -1).contiguous() for t in rope)
         buffers = [cache.buffers(layer, self.kv_heads, self.size) for layer in range(len(self.layers))]
         strides = buffers[0][0].stride()
-        features = torch.empty(rows, positions, len(taps) * hidden) if taps else None
+        features = torch.empty(rows, positions, len(taps) * hidden, **FLOATS) if taps else None
         tapped = {layer: 4 * hidden * place for place, layer in enumerate(taps)}
         table: list[int] = []
         for index, (fixed, (keys, values)) in enumerate(zip(self._pointers, buffers, strict=True)):
@@ -127,9 +130,9 @@ class PlainLayers:
             sizes.longest, sizes.mask_stride = mask.shape[-1], mask[0].numel() if mask.shape[0] > 1 else 0
         needed = self._library.floats_of_work(ctypes.byref(sizes))
         if self._work.numel() < needed:
-            self._work = torch.empty(needed)
-        starts = torch.tensor(span.starts)
-        lengths = (starts + positions).int() if mask is None else torch.full((rows,), span.end, dtype=torch.int32)
+            self._work = torch.empty(needed, **FLOATS)
+        starts = torch.tensor(span.starts, dtype=torch.int64, device="cpu")
+        lengths = (starts + positions if mask is None else torch.full_like(starts, span.end)).int()
         self._library.run_layers(
             (ctypes.c_int64 * len(table))(*table),
             ctypes.c_int64(len(self.layers)),
@@ -140,6 +143,49 @@ class PlainLayers:
             ctypes.c_float(self.size**-0.5),
         )
         return x, features
+
+
+def kv_heads_of(layer: PlainLayer, heads: int, size: int) -> int:
+    """Heads of keys, by the width of the joint product."""
+    joint = layer.first.outputs + (layer.second.outputs if layer.second is not None else 0)
+    return (joint // size - heads) // 2
+
+
+def fits(layers: Sequence[PlainLayer], heads: int, size: int) -> bool:
+    """Whether all layers have the sizes that C will take for granted."""
+    hidden, kv_heads = layers[0].norms[0].numel(), kv_heads_of(layers[0], heads, size)
+    if not 0 < size <= MOST_SIZE or size % 2 or kv_heads < 1 or heads % kv_heads:
+        return False
+    inner = layers[0].down.inputs
+    for layer in layers:
+        query = heads * size if layer.second is not None else (heads + 2 * kv_heads) * size
+        second = layer.second if layer.second is not None else layer.first
+        found = (
+            *(norm.numel() for norm in layer.norms),
+            *(norm.numel() for norm in layer.head_norms or ()),
+            *(layer.first.inputs, layer.first.outputs, second.inputs, second.outputs),
+            *(layer.output.inputs, layer.output.outputs, layer.up.inputs, layer.up.outputs, layer.down.inputs, layer.down.outputs),
+        )
+        head_norms = (size, size) if layer.head_norms is not None else ()
+        behind = 2 * kv_heads * size if layer.second is not None else query
+        wanted = (
+            hidden,
+            hidden,
+            *head_norms,
+            hidden,
+            query,
+            hidden,
+            behind,
+            heads * size,
+            hidden,
+            hidden,
+            2 * inner,
+            inner,
+            hidden,
+        )
+        if found != wanted:
+            return False
+    return True
 
 
 def plain_layer(groups: Sequence[Sequence[nn.Module]], norms: Sequence[nn.Module], size: int) -> PlainLayer | None:

@@ -13,7 +13,7 @@ from blockdraft.budget import MOST, Costs
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.tree import grow
 from blockdraft.errors import UsageError
-from blockdraft.kernels import processor
+from blockdraft.kernels import kernel_digest, processor
 from blockdraft.proposal import Proposal
 from blockdraft.store import store_folder, write_whole
 from blockdraft.target import Target
@@ -21,7 +21,7 @@ from blockdraft.target import Target
 CONTEXT = 256  # tokens in the cache while measuring
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST + 1)  # tokens of a verification, the anchor included
 REPEATS = 4
-FORMAT = 1  # changes when what is measured does
+FORMAT = 2  # changes when what is measured does
 
 
 def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
@@ -107,5 +107,8 @@ def _key(target: Target, drafter: DFlashDrafter) -> str:
     drafted = (c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.num_attention_heads, drafter.block_size, drafter.taps)
     where = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else f"{processor()}{torch.get_num_threads()}"
     config = target.model.config.to_json_string()
-    described = json.dumps([FORMAT, torch.__version__, where, str(target.device), str(target.dtype), config, drafted])
+    paths = (target.packed_bytes > 0, target.runs_plain, drafter.packed_bytes > 0, kernel_digest())
+    words = len(drafter.shortlist.ids) if drafter.shortlist is not None else 0
+    facts = [FORMAT, torch.__version__, where, str(target.device), str(target.dtype), config, drafted, paths, words]
+    described = json.dumps(facts)
     return hashlib.sha256(described.encode()).hexdigest()[:24]

@@ -6,8 +6,9 @@ own modules compute; the cache, the mask and the attention are blockdraft's (``c
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from blockdraft.attention import FEW, additive, attending_over, visibility
 from blockdraft.cache import KVCache
 from blockdraft.errors import UsageError
 from blockdraft.packing import PackedLinear, pack_linears, unpack_linears
-from blockdraft.plain import PlainLayers, plain_layer
+from blockdraft.plain import PlainLayers, fits, plain_layer
 from blockdraft.proposal import Proposal
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: bounds the mask and the activations of long prompts
@@ -70,6 +71,7 @@ class Target:
         self._keeps_logits = "logits_to_keep" in signature
         self.forwards = 0
         self._plain: PlainLayers | None = None
+        self._rotary: nn.Module | None = None
         if getattr(self.config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
             # Older transformers pick an attention that drops the cap without a word: let the model's own passes keep it too.
             model.config._attn_implementation = "eager"
@@ -111,27 +113,85 @@ class Target:
                 "deviations; this architecture cannot be verified in parallel here, decode it with transformers instead"
             )
 
-        self._rotary, self._plain = parts.rotary, self._plain_layers(parts) if cache.causal_only else None
+        if cache.causal_only:
+            self._plain = self._proved_plain_layers(parts, ids, error_of)
+
+    @property
+    def runs_plain(self) -> bool:
+        """Whether few tokens go through the layers as one call (``plain.py``)."""
+        return self._plain is not None
+
+    def _proved_plain_layers(self, parts: Anatomy, ids: Tensor, error_of: Callable[[Tensor], float]) -> PlainLayers | None:
+        """The layers as one call, if they look like a Llama's and compute what the model's own do; else None.
+
+        The logits of a tree of twelve tokens must be the model's; and single layers, at the first and the last positions that the
+        model was made for, must agree in float32, whatever the model's dtype: rounding would hide another kind of layer.
+        """
         try:
-            rounding = 1e-4 if self.dtype == torch.float32 else 0.1
-            if self._plain is not None and not error_of(self._branching_logits(self.new_cache(1, 32), ids)) < rounding:
-                self._plain = None  # layers of another kind: the model's own forward it is
-        except (RuntimeError, TypeError):  # a rotary module that is called otherwise
+            layers = self._plain_layers(parts)
+            if layers is None:
+                return None
+            middle = (self.context - 12) // 2
+            for start in {0, max(0, middle), max(0, self.context - 12)}:
+                if not self._layers_agree(layers, ids, start):
+                    return None
+            self._plain = layers
+            agrees = error_of(self._branching_logits(self.new_cache(1, 32), ids)) < (1e-4 if self.dtype == torch.float32 else 0.2)
+            return layers if agrees else None
+        except Exception:  # anything that a layer of another kind can do when it is asked for what it has not
+            return None
+        finally:
             self._plain = None
 
     def _plain_layers(self, parts: Anatomy) -> PlainLayers | None:
-        """The layers as one call, if they look like a Llama's."""
         per_layer, rest = divmod(len(parts.linears) - 1, len(parts.layers))
-        last = parts.norms[-1][-1] if parts.norms[-1] else None
-        epsilon = getattr(last, "variance_epsilon", getattr(last, "eps", None))
-        if parts.rotary is None or rest or parts.final_norm is None or not isinstance(epsilon, float):
+        norms = [norm for found in parts.norms for norm in found] + [parts.final_norm]
+        epsilons = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
+        if parts.rotary is None or rest or parts.final_norm is None or len(epsilons) > 1 or None in epsilons:
             return None
+        self._rotary = parts.rotary
         heads = self.config.num_attention_heads
         size = getattr(self.config, "head_dim", None) or self.hidden_size // heads
-        layers = [
-            plain_layer(parts.linears[i * per_layer : (i + 1) * per_layer], norms, size) for i, norms in enumerate(parts.norms)
-        ]
-        return PlainLayers(layers, heads, size, epsilon) if None not in layers else None  # type: ignore[arg-type]
+        groups = [parts.linears[i * per_layer : (i + 1) * per_layer] for i in range(len(parts.layers))]
+        layers = [plain_layer(linears, found, size) for linears, found in zip(groups, parts.norms, strict=True)]
+        if None in layers or not fits(layers, heads, size):  # type: ignore[arg-type]
+            return None
+        return PlainLayers(layers, heads, size, epsilons.pop())  # type: ignore[arg-type]
+
+    def _layers_agree(self, plain: PlainLayers, ids: Tensor, start: int) -> bool:
+        """Whether the first, a middle and the last layer put out the same in float32 for what they are given in a pass."""
+        which = sorted({0, len(self.layers) // 2, len(self.layers) - 1})
+        asked: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+
+        def keep(layer: int) -> Callable[..., None]:
+            return lambda module, args, kwargs: asked.__setitem__(layer, (args[0] if args else kwargs["hidden_states"], kwargs))
+
+        handles = [self.layers[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in which]
+        cache = self.new_cache(1, 32)
+        positions = start + torch.arange(12, device=self.device)[None]
+        span = cache.open(0, positions)
+        try:
+            self._forward(cache, ids, positions)
+        finally:
+            for handle in handles:
+                handle.remove()
+        mask = additive(visibility(span, causal_mask_function, self.device), cache.dtype)
+        for i in which:
+            x, given = (
+                _as_float(asked[i][0]),
+                {key: _as_float(value) for key, value in asked[i][1].items() if key != "hidden_states"},
+            )
+            weights = {name: parameter.float() for name, parameter in self.layers[i].named_parameters()}
+            # With gradients enabled the packed layers multiply with the weights they are given.
+            with attending_over(cache, self.model.config), torch.enable_grad():
+                theirs = first_tensor(torch.func.functional_call(self.layers[i], weights, (x.clone(),), given)).detach()
+            one = PlainLayers(plain.layers[i : i + 1], plain.heads, plain.size, plain.epsilon)
+            rope = self._rotary(x, positions) if self.dtype == torch.float32 else given["position_embeddings"]
+            fresh = self.new_cache(1, 32)
+            ours, _ = one.run(x, rope, fresh, fresh.open(0, positions), mask)
+            if not float((ours - theirs).abs().mean()) < 1e-4 * float((theirs - x).abs().mean()):
+                return False
+        return True
 
     def _branching_logits(self, cache: KVCache, ids: Tensor) -> Tensor:
         """Logits ``[1, 12, vocabulary]`` of 12 ids by prefill, a tree of right and wrong tokens, commit, and one step."""
@@ -308,6 +368,15 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _as_float(value: Any) -> Any:
+    """Tensors of floats as float32, in tuples too; copies, which do not belong to inference mode."""
+    if isinstance(value, tuple):
+        return tuple(_as_float(entry) for entry in value)
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ from blockdraft.attention import Mask, additive, attend, visibility
 from blockdraft.cache import KVCache, Span
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.shortlist import Shortlist
-from blockdraft.plain import PlainLayer, PlainLayers, plain_layer
+from blockdraft.plain import PlainLayer, PlainLayers, fits, plain_layer
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import best
 
@@ -239,9 +239,10 @@ class DFlashDrafter:
             groups = [[a.q_proj], [a.k_proj, a.v_proj], [a.o_proj], [m.gate_proj, m.up_proj], [m.down_proj]]
             norms = [layer.input_layernorm, a.q_norm, a.k_norm, layer.post_attention_layernorm]
             layers.append(plain_layer(groups, norms, c.head_dim))
-        if not alike or None in layers or c.hidden_act != "silu":
+        found, heads = cast(list[PlainLayer], layers), c.num_attention_heads
+        if not alike or None in layers or c.hidden_act != "silu" or not fits(found, heads, c.head_dim):
             return None
-        return PlainLayers(cast(list[PlainLayer], layers), c.num_attention_heads, c.head_dim, c.rms_norm_eps)
+        return PlainLayers(found, heads, c.head_dim, c.rms_norm_eps)
 
     def room(self, block_size: int) -> int:
         return block_size

