@@ -34,12 +34,20 @@ def pair(tiny_folder, tmp_path_factory):
 
 
 def answer(count, seconds, accepted=(), ids=None):
-    return Answer(ids or list(range(count)), "", 0.5, seconds, len(accepted), list(accepted), 0.1, 0.2)
+    return Answer(ids or list(range(count)), "", 0.5, seconds, seconds, len(accepted), list(accepted), 0.1, 0.2)
+
+
+def of(*prompts):
+    """One prompt to a batch, each with its repeats."""
+    measured = Measured()
+    for repeats in prompts:
+        measured.add([repeats])
+    return measured
 
 
 def test_figures_of_known_answers():
-    plain = Measured([[answer(11, 10.0)], [answer(21, 10.0)], [answer(5, 2.0)]])
-    fast = Measured([[answer(11, 5.0, [2, 0, 5])], [answer(21, 2.5, [9, 9])], [answer(5, 2.0, [3])]])
+    plain = of([answer(11, 10.0)], [answer(21, 10.0)], [answer(5, 2.0)])
+    fast = of([answer(11, 5.0, [2, 0, 5])], [answer(21, 2.5, [9, 9])], [answer(5, 2.0, [3])])
     found = figures(fast, plain, True, 0)
     assert found["speedup"] == pytest.approx(2.0)  # of 2, 4 and 1
     assert (found["speedup_low"], found["speedup_high"]) == (1.0, 4.0)
@@ -56,13 +64,31 @@ def test_figures_of_known_answers():
 
 
 def test_speedup_is_paired_and_times_are_medians_of_repeats():
-    plain = Measured([[answer(11, s) for s in (1.0, 9.0, 2.0)], [answer(11, 10.0)] * 3])
-    fast = Measured([[answer(11, 1.0)] * 3, [answer(11, 5.0, ids=[9] * 11)] * 3])
+    plain = of([answer(11, s) for s in (1.0, 9.0, 2.0)], [answer(11, 10.0)] * 3)
+    fast = of([answer(11, 1.0)] * 3, [answer(11, 5.0, ids=[9] * 11)] * 3)
     found = figures(fast, plain, False, 0)
     assert found["speedup"] == pytest.approx(statistics.median([2.0, 2.0]))
     assert found["identical_to_ar"] == 0.5
     assert found["acceptance_length"] is None
     assert figures(fast, None, False, 0)["speedup"] is None
+
+
+def test_a_batch_is_timed_as_a_whole(pair):
+    """Its rate is that of all its prompts together; draft, verification and the rest make up each round a prompt waited for."""
+    target, drafter, _ = pair
+    prompts = [tiny.prompt(length, length) for length in (9, 4, 6)]
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    answers = Engine("dflash", target, drafter).answer(prompts, params)
+    assert sum(a.wall_seconds for a in answers) < sum(a.decode_seconds for a in answers)
+    for a in answers:
+        assert len(a.accepted) == a.rounds
+        assert 0 < a.draft_seconds + a.verify_seconds < a.decode_seconds
+    measured = Measured()
+    measured.add([[a] for a in answers])
+    found = figures(measured, measured, True, 0)
+    assert found["speedup"] == 1.0
+    assert found["tokens_per_second"] == pytest.approx(57 / sum(a.wall_seconds for a in answers))
+    assert found["time_split"]["other"] > 0
 
 
 def test_every_method_answers_alike(pair, tiny_folder):
@@ -153,6 +179,7 @@ def test_command_writes_json_and_one_html_file(pair, tiny_folder, tmp_path, caps
         (["--tasks", "poems"], "task 'poems' is unknown; use gsm8k"),
         (["--tasks", "gsm8k", "--data-dir", "nowhere"], "there is no nowhere/gsm8k.jsonl"),
         (["--out", "nowhere/at/all.json"], "for all.json; make it first"),
+        (["--tasks", "own", "--data-dir", "."], "--data-dir has no effect on these tasks"),
         (["--methods", "hf", "--batch", "2"], "hf is measured one prompt at a time"),
         (["--methods", "openai:http://127.0.0.1:9"], "is no OpenAI-compatible server"),
     ],

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from blockdraft.packing import pack_linears
 from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
+from blockdraft.target import Target
 from tests import tiny
 from tests.doubles import random_drafter
 
@@ -88,14 +90,17 @@ def test_linear_rows(rows, inputs, outputs, biased, narrow, seed):
 
 
 PLAIN = {"llama", "llama-tied", "qwen2", "qwen3"}
+compiled = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
 
+@compiled
 @pytest.mark.parametrize("family", sorted({*PLAIN, "qwen2-sliding", "gemma2", "phi", "granite", "gpt_neox", "smollm3", "mixtral"}))
 def test_layers_run_as_one_call_where_that_is_the_same(family):
     """Windows, scaled residuals, partial or absent rotary turns, experts, norms of another kind: the model's own forward."""
     assert (tiny.target(family)._plain is not None) == (family in PLAIN)
 
 
+@compiled
 def test_bfloat16_weights_and_float32_arithmetic(monkeypatch):
     """On a processor without bfloat16 arithmetic: what the rounded weights say in float32, to rounding; verification to the bit."""
     monkeypatch.setattr(packing, "cpu_multiplies_bfloat16", lambda: False)
@@ -111,6 +116,54 @@ def test_bfloat16_weights_and_float32_arithmetic(monkeypatch):
     torch.testing.assert_close(verified[0], expected[20:28], atol=2e-4, rtol=1e-3)
     stepped = torch.cat([target.step(cache, torch.tensor([token])) for token in ids[20:28]])
     assert torch.equal(stepped, verified[0]), "a row does not depend on the rows beside it"
+
+
+LOOKALIKES = {
+    "an MLP without a gate": ("ArceeConfig", {"head_dim": 8}),
+    "partial rotary turns": ("GlmConfig", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "queries that grow with their position": (
+        "Ministral3Config",
+        {
+            "head_dim": 8,
+            "sliding_window": None,
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "norms of unlike epsilons": ("LlamaConfig", {}),
+    "another activation": ("LlamaConfig", {"hidden_act": "gelu"}),
+    "a bias on the output": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+}
+
+
+@compiled
+@pytest.mark.parametrize("kind", LOOKALIKES)
+def test_layers_that_only_look_plain(kind):
+    """Same modules in the same order, other arithmetic or other sizes: no crash, and the output is the model's own."""
+    name, differing = LOOKALIKES[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**tiny.COMMON, **differing})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    if kind == "norms of unlike epsilons":
+        model.model.layers[2].input_layernorm.variance_epsilon = 0.5
+    prompt = tiny.prompt(100, 1)
+    expected = tiny.greedy(model, prompt, 30)
+    target = Target(model)
+    assert target.runs_plain == (kind == "a bias on the output")
+    request = Request(prompt, SamplingParams(max_new_tokens=30, stop_token_ids=()), target)
+    list(decode(target, random_drafter(target), [request]))
+    assert request.output == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -150,6 +203,7 @@ def test_without_a_compiler_torch_computes_the_same(monkeypatch):
         assert request.output == expected
 
 
+@compiled
 def test_layers_that_do_not_see_alike_keep_their_own_forward(llama, tmp_path):
     """Unlike windows need a mask each; layers of one kind run as one call, windows and causal ones included."""
     for changes, one_call in (

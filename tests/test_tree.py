@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockdraft.budget import MOST, Budget, Costs, Pending
-from blockdraft.decode import decode
+from blockdraft.decode import Decoder, decode
 from blockdraft.drafters.lookup import History, LookupDrafter
 from blockdraft.drafters.tree import TreeDrafter, grow
 from blockdraft.errors import UsageError
+from blockdraft.generation import with_tree
 from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
@@ -295,6 +296,54 @@ def test_drafting_rests_where_it_never_pays_and_comes_back(llama, reference, pro
     wrong = Sure(bad)
     run(llama, TreeDrafter(wrong, Budget(costs, 8), copy=False), [prompt], max_new_tokens=180)
     assert wrong.forwards < 60 and early > wrong.forwards
+
+
+def test_a_row_that_was_given_up_in_the_middle_of_a_round_is_forgotten(llama, reference, prompts):
+    """Ctrl-C while the target verifies: the next prompt's tokens are no outcome of that round's candidates."""
+    drafter = TreeDrafter(random_drafter(llama), Budget(FREE, 8))
+    decoder = Decoder(llama, drafter, 1, 80)
+    params = SamplingParams(max_new_tokens=COUNT, stop_token_ids=())
+    decoder.admit(Request(prompts[0], params, llama))
+    drafter.propose(torch.tensor([decoder.active[0].output[-1]]), [8], None)
+    decoder.abandon()
+    again = Request(prompts[2], params, llama)
+    decoder.admit(again, reuse=True)
+    while decoder.active:
+        decoder.round()
+    assert again.output == tiny.greedy(reference, prompts[2], COUNT)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "said"),
+    [
+        ("none", {"tree": 8}, "needs a DFlash drafter"),
+        ("lookup", {"tree": 8}, "needs a DFlash drafter"),
+        ("random", {"tree": 8, "block_size": 1}, "has nothing to grow a tree from"),
+        ("random", {"tree": 0}, "tree is 0; it must be auto, off, or a number of candidates from 1 to 1024"),
+        ("random", {"tree": "wide"}, "tree is 'wide'"),
+        ("random", {"tree": 8, "acceptance": "rejection"}, "chosen, not drawn"),
+    ],
+)
+def test_trees_that_cannot_be(drafter, options, said, llama):
+    made = {"none": None, "lookup": LookupDrafter(), "random": random_drafter(llama)}[drafter]
+    with pytest.raises(UsageError, match=said):
+        with_tree(llama, made, **options)
+
+
+def test_auto_is_a_chain_where_no_tree_can_be(llama):
+    short = tiny.target("llama", max_position_embeddings=60)
+    drafter = random_drafter(short)
+    assert with_tree(short, drafter) is drafter
+    assert with_tree(llama, drafter, "auto", 1) is drafter
+    assert with_tree(llama, drafter, "auto", None, "rejection") is drafter
+    assert with_tree(llama, drafter, "off") is drafter
+
+
+def test_what_was_learned_about_a_drafter_stays(llama):
+    drafter = random_drafter(llama)
+    assert with_tree(llama, drafter).budget is with_tree(llama, drafter).budget
+    assert with_tree(llama, drafter).budget is not with_tree(llama, drafter, "auto", 4).budget
+    assert with_tree(llama, drafter).budget is not with_tree(llama, random_drafter(llama)).budget
 
 
 def test_a_large_tree_fits(llama, prompts):

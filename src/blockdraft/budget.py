@@ -151,7 +151,8 @@ class Budget:
                 expected[i + 1] += gained
         draft = self.costs.of_draft(rows * slots) if slots > 1 else 0.0
         sizes = [tokens - 1 for tokens, _ in self.costs.verify if tokens - 1 <= self.most]
-        best = max(sizes, key=lambda n: (rows + expected[n]) / (draft + self.costs.of_verify(rows * (n + 1))))
+        costs = self.costs
+        best = max(sizes, key=lambda n: (rows + expected[n]) / (draft + costs.of_verify(rows * (n + 1))))
         return [min(best, count) for count in there]
 
     # ---- what became of it

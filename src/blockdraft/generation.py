@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from weakref import WeakKeyDictionary
 
-from blockdraft.budget import Budget
+from blockdraft.budget import MOST, Budget
 from blockdraft.decode import decode
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
@@ -173,14 +173,20 @@ def with_tree(
     """
     if tree not in ("auto", "off") and (not isinstance(tree, int) or not 1 <= tree <= MOST_CANDIDATES):
         raise UsageError(f"tree is {tree!r}; it must be auto, off, or a number of candidates from 1 to {MOST_CANDIDATES}")
-    if not isinstance(drafter, DFlashDrafter) or tree == "off":
+    if not isinstance(drafter, DFlashDrafter):
+        if tree not in ("auto", "off"):
+            raise UsageError(f"tree {tree} needs a DFlash drafter, whose slots have probabilities; leave it out")
         return drafter
     slots = block_size or drafter.block_size
+    if tree == "off":
+        return drafter
     if acceptance == "rejection":
         if tree != "auto":
             raise UsageError("a tree's candidates are chosen, not drawn: the rejection rule needs tree off (or acceptance match)")
         return drafter
-    if slots == 1:  # nothing to draft: the chain says so too
+    if slots == 1 and tree != "auto":
+        raise UsageError("a block of one slot, the anchor, has nothing to grow a tree from; leave the block size or the tree out")
+    if slots == 1 or (tree == "auto" and target.context <= MOST + 1):  # nothing to draft, or no room for a tree: the chain
         return drafter
     if isinstance(tree, int):
         return TreeDrafter(drafter, Budget(None, slots, tree))
@@ -201,7 +207,7 @@ def checked_block_size(block_size: int | None, drafter: Drafter | None) -> int |
         raise UsageError("a block size needs a drafter; autoregressive decoding emits one token per step")
     if block_size < 1:
         raise UsageError(f"the block size is {block_size}; it must be at least 1")
-    if block_size > drafter.block_size:
+    if isinstance(drafter, DFlashDrafter) and block_size > drafter.block_size:
         warnings.warn(f"block size {block_size} is above the {drafter.block_size} that {drafter.name} was trained for")
     return block_size
 

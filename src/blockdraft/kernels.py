@@ -112,11 +112,11 @@ def library() -> ctypes.CDLL | None:
                 made = Path(scratch) / built.name
                 subprocess.run([compiler, *FLAGS, str(source), "-o", str(made), "-lm"], check=True, capture_output=True)
                 made.replace(built)
-        found = ctypes.CDLL(str(built))
+        loaded = ctypes.CDLL(str(built))
     except (OSError, subprocess.CalledProcessError):
         return None
-    found.panel.restype = found.floats_of_work.restype = ctypes.c_int64
-    return found
+    loaded.panel.restype = loaded.floats_of_work.restype = ctypes.c_int64
+    return loaded
 
 
 def kernel_digest() -> str:

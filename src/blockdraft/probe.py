@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
 from blockdraft.budget import MOST, Costs
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.tree import grow
-from blockdraft.errors import UsageError
 from blockdraft.kernels import kernel_digest, processor
 from blockdraft.proposal import Proposal
 from blockdraft.store import store_folder, write_whole
@@ -45,14 +45,8 @@ def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
 
 
 def measure(target: Target, drafter: DFlashDrafter) -> Costs:
-    """Measure a pair, one row of ``CONTEXT`` tokens.
-
-    Raises:
-        UsageError: the target's context is too short to measure in.
-    """
+    """Measure a pair, one row of ``CONTEXT`` tokens, or fewer where the target's context is short."""
     context = min(CONTEXT, target.context - MOST - 1)
-    if context < 1:
-        raise UsageError(f"a context of {target.context} tokens leaves no room for a tree; use --tree off")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, target.vocab_size, (context,), generator=generator).tolist()
     cache = target.new_cache(1, context + MOST + 1)
@@ -62,9 +56,9 @@ def measure(target: Target, drafter: DFlashDrafter) -> Costs:
         tokens = torch.tensor([ids[: features.shape[1]]], device=target.device)
         drafter.observe(0, tokens, features, [tokens.shape[1]])
     anchors = torch.tensor(ids[:1], device=target.device)
-    verify = [(size, _seconds(lambda size=size: _verified(target, cache, anchors, size, drafter))) for size in SIZES]
+    verify = [(size, _seconds(partial(_verified, target, cache, anchors, size, drafter))) for size in SIZES]
     slots = sorted({2, (drafter.block_size + 1) // 2, drafter.block_size} - {0, 1})
-    draft = [(count, _seconds(lambda count=count: _drafted(drafter, anchors, count))) for count in slots]
+    draft = [(count, _seconds(partial(_drafted, drafter, anchors, count))) for count in slots]
     return Costs(_rising(verify), _rising(draft))
 
 

@@ -175,7 +175,7 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
-        mask = additive(visibility(span, causal_mask_function, self.device), cache.dtype)
+        mask = additive(visibility(span, _causal, self.device), cache.dtype)
         for i in which:
             x, given = (
                 _as_float(asked[i][0]),
@@ -186,7 +186,7 @@ class Target:
             with attending_over(cache, self.model.config), torch.enable_grad():
                 theirs = first_tensor(torch.func.functional_call(self.layers[i], weights, (x.clone(),), given)).detach()
             one = PlainLayers(plain.layers[i : i + 1], plain.heads, plain.size, plain.epsilon)
-            rope = self._rotary(x, positions) if self.dtype == torch.float32 else given["position_embeddings"]
+            rope = given["position_embeddings"]  # what both are given
             fresh = self.new_cache(1, 32)
             ours, _ = one.run(x, rope, fresh, fresh.open(0, positions), mask)
             if not float((ours - theirs).abs().mean()) < 1e-4 * float((theirs - x).abs().mean()):
@@ -333,7 +333,7 @@ class Target:
             x = self.embedding(tokens).float()  # the rotary angles come in the dtype of what they are asked with
             mask = None
             if span.count > 1 or span.visible is not None:
-                mask = additive(visibility(span, causal_mask_function, self.device), cache.dtype)
+                mask = additive(visibility(span, _causal, self.device), cache.dtype)
             hidden, features = layers.run(x, self._rotary(x, positions), cache, span, mask, taps)
             if isinstance(keep, Tensor):
                 hidden = hidden[:, keep]
@@ -345,11 +345,11 @@ class Target:
         """Final norm and head in float32: logits rounded to bfloat16 would tie."""
         assert self.final_norm is not None and self._plain is not None
         if not isinstance(self.head, PackedLinear) or hidden.dtype == self.dtype:
-            return self.head(self.final_norm(hidden))  # type: ignore[no-any-return]
+            return self.head(self.final_norm(hidden))
         weight = self.final_norm.get_parameter("weight").float()
         normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self._plain.epsilon) * weight
         assert self.head.packed.rows is not None
-        return self.head.packed.rows(normed)  # type: ignore[no-any-return]
+        return self.head.packed.rows(normed)
 
     @contextmanager
     def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -368,6 +368,10 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
 
 
 def _as_float(value: Any) -> Any:

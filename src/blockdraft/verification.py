@@ -92,8 +92,7 @@ def greedy_reference(target: Target, prompt: Sequence[int], params: SamplingPara
     ids = torch.tensor([list(prompt)], device=target.device)
     limit = min(params.max_new_tokens, target.context - len(prompt))
     options: dict[str, object] = {"eos_token_id": None} if params.ignore_eos else {"eos_token_id": list(target.end_tokens) or None}
-    if params.repetition_penalty != 1.0:
-        options["repetition_penalty"] = params.repetition_penalty
+    options["repetition_penalty"] = params.repetition_penalty  # said always: a model's own generation config may have another
     output = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False, pad_token_id=0, **options
     )

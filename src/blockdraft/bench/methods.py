@@ -38,6 +38,7 @@ class Answer:
         text: what they say.
         first_seconds: until the first token.
         decode_seconds: from the first token to the last.
+        wall_seconds: this prompt's share of the time that its batch took to decode; alone, the same.
         rounds: target passes after the prompt's; 0 where there is no drafter or they cannot be seen.
         accepted: drafted tokens emitted in each round.
         draft_seconds, verify_seconds: in drafter and target, of ``decode_seconds``; None where they cannot be seen.
@@ -47,10 +48,17 @@ class Answer:
     text: str
     first_seconds: float
     decode_seconds: float
+    wall_seconds: float
     rounds: int = 0
     accepted: list[int] = field(default_factory=list)
     draft_seconds: float | None = None
     verify_seconds: float | None = None
+
+    def took_part(self, accepted: int, draft: float, verify: float) -> None:
+        """Book a round."""
+        self.accepted.append(accepted)
+        self.draft_seconds = (self.draft_seconds or 0.0) + draft
+        self.verify_seconds = (self.verify_seconds or 0.0) + verify
 
 
 class Method(Protocol):
@@ -112,31 +120,23 @@ class Engine:
 
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
         requests = [Request(prompt, params, self.target, row) for row, prompt in enumerate(prompts)]
-        draft = verify = 0.0
-        accepted: dict[int, list[int]] = {id(request): [] for request in requests}
+        answers = {id(request): Answer([], "", 0.0, 0.0, 0.0) for request in requests}
+        wall = 0.0
         for round in decode(self.target, self.drafter, requests, len(requests)):
             if round.prefill:
                 continue
-            draft, verify = draft + round.draft_seconds, verify + round.verify_seconds
-            if self.drafted:
-                for (request, _), count in zip(round.emitted, round.accepted, strict=True):
-                    accepted[id(request)].append(count)
+            wall += round.seconds
+            for (request, _), count in zip(round.emitted, round.accepted, strict=True):
+                if self.drafted:
+                    answers[id(request)].took_part(count, round.draft_seconds, round.verify_seconds)
         if self.drafter is not None:
             self.extra_bytes = self.drafter.bytes()
-        share = len(requests)
-        return [
-            Answer(
-                list(request.output),
-                request.text,
-                request.prefill_seconds,
-                request.decode_seconds,
-                request.rounds,
-                accepted[id(request)],
-                draft / share if self.drafted else None,
-                verify / share if self.drafted else None,
-            )
-            for request in requests
-        ]
+        for request in requests:
+            answer = answers[id(request)]
+            answer.ids, answer.text, answer.rounds = list(request.output), request.text, request.rounds
+            answer.first_seconds, answer.decode_seconds = request.prefill_seconds, request.decode_seconds
+            answer.wall_seconds = wall / len(requests)
+        return list(answers.values())
 
 
 class Transformers:
@@ -163,23 +163,24 @@ class Transformers:
             torch.manual_seed(params.seed or 0)
         began = time.perf_counter()
         with torch.inference_mode():
-            out = self.model.generate(
+            out = self.model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=min(params.max_new_tokens, self.target.context - ids.shape[1]),
                 eos_token_id=ends,
                 pad_token_id=0,
                 stopping_criteria=StoppingCriteriaList([clock]),
+                repetition_penalty=params.repetition_penalty,  # and not what the model's own generation config may say
                 **how,
                 **self.options,
             )
         ended = time.perf_counter()
         new = out[0, ids.shape[1] :].tolist()
         tokenizer = self.target.tokenizer
-        text = tokenizer.decode(new, skip_special_tokens=True) if tokenizer is not None else ""
+        text = str(tokenizer.decode(new, skip_special_tokens=True)) if tokenizer is not None else ""
         first = clock.times[0] if clock.times else ended
         grown = clock.grown[1:] if self.drafted else []
-        return [Answer(new, text, first - began, ended - first, len(grown), [count - 1 for count in grown])]
+        return [Answer(new, text, first - began, ended - first, ended - first, len(grown), [count - 1 for count in grown])]
 
 
 class _Clock(StoppingCriteria):
@@ -188,7 +189,7 @@ class _Clock(StoppingCriteria):
     def __init__(self, prompt: int):
         self.length, self.times, self.grown = prompt, list[float](), list[int]()
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.times.append(time.perf_counter())
         self.grown.append(input_ids.shape[1] - self.length)
         self.length = input_ids.shape[1]
@@ -201,7 +202,7 @@ def _sampled(params: SamplingParams) -> dict[str, Any]:
 
 
 class Server:
-    """A server's streamed chat completions. Its tokens are counted with the target's tokenizer."""
+    """A server's streamed completions of the prompt's ids. Its tokens are counted with the target's tokenizer."""
 
     def __init__(self, name: str, url: str, target: Target):
         try:
@@ -228,7 +229,7 @@ class Server:
         assert tokenizer is not None
         body = {
             "model": self.model,
-            "prompt": tokenizer.decode(list(prompts[0])),
+            "prompt": list(prompts[0]),  # ids: a server would put its own first token before a text
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "stream": True,
@@ -240,10 +241,11 @@ class Server:
                 for line in response.iter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
-                    text += json.loads(line[6:])["choices"][0].get("text", "")
+                    text += json.loads(line[6:])["choices"][0].get("text") or ""
                     first = first or time.perf_counter()
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise BlockdraftError(f"{self.name} failed: {error}") from error
         ended = time.perf_counter()
         first = first or ended
-        return [Answer(tokenizer(text, add_special_tokens=False)["input_ids"], text, first - began, ended - first)]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [Answer(ids, text, first - began, ended - first, ended - first)]

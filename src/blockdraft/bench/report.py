@@ -57,16 +57,20 @@ def table(results: list[dict[str, Any]]) -> "Table":
     return shown
 
 
+def refuse_without_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UsageError("--html needs matplotlib; install it with `pip install blockdraft[plot]`") from None
+
+
 def write_html(document: dict[str, Any], path: Path) -> None:
     """Write the report.
 
     Raises:
         UsageError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise UsageError("--html needs matplotlib; install it with `pip install blockdraft[plot]`") from None
+    refuse_without_matplotlib()
     results, environment = document["results"], document["environment"]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
     rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells(r)) + "</tr>" for r in results)

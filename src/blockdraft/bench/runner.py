@@ -5,6 +5,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -25,9 +26,21 @@ PACKAGES = ("blockdraft", "torch", "transformers", "numpy")
 
 @dataclass
 class Measured:
-    """All answers of one method to one task: for each prompt (a turn of a conversation) its repeats."""
+    """All answers of one method to one task.
+
+    Attributes:
+        answers: for each prompt (a turn of a conversation) its repeats.
+        batches: for each batch of prompts its repeats, as seconds of decoding and tokens after the first ones.
+    """
 
     answers: list[list[Answer]] = field(default_factory=list)
+    batches: list[list[tuple[float, int]]] = field(default_factory=list)
+
+    def add(self, batch: list[list[Answer]]) -> None:
+        """A batch: for each prompt its repeats."""
+        self.answers += batch
+        repeats = zip(*batch, strict=True)
+        self.batches.append([(sum(a.wall_seconds for a in r), sum(max(0, len(a.ids) - 1) for a in r)) for r in repeats])
 
 
 def run(
@@ -62,6 +75,9 @@ def run(
                 for history in histories.values():
                     for i in rows:
                         history[i] += group[i][turn]
+                rows = [i for i in rows if _room(target, [history[i] for history in histories.values()], task.name)]
+                if not rows:
+                    continue
                 found: dict[str, list[list[Answer]]] = {method.name: [[] for _ in rows] for method in methods}
                 for _ in range(repeats):
                     for method in order.sample(list(methods), len(methods)):
@@ -71,11 +87,20 @@ def run(
                         done += len(rows)
                         note(done)
                 for name, answers in found.items():
-                    measured[name].answers += answers
+                    measured[name].add(answers)
                     for place, i in enumerate(rows):
                         histories[name][i].append({"role": "assistant", "content": answers[place][0].text})
         results += summarise(target, task, methods, measured, seed)
     return results
+
+
+def _room(target: Target, histories: list[list[dict[str, str]]], task: str) -> bool:
+    """Whether a turn leaves room for an answer, whichever method's answers stand before it; says so if it does not."""
+    longest = max(len(encode(target, history)) for history in histories)
+    if longest + 1 < target.context:
+        return True
+    print(f"blockdraft: a prompt of {task} with {longest} tokens leaves no room in {target.context}; left out", file=sys.stderr)
+    return False
 
 
 def _warm_up(target: Target, method: Method, tasks: Sequence[Task], params: SamplingParams, batch: int) -> None:
@@ -110,7 +135,8 @@ def summarise(
 def figures(measured: Measured, plain: Measured | None, drafted: bool, seed: int) -> dict[str, Any]:
     """Everything that answers tell; times are medians over repeats, rates and shares are pooled over prompts."""
     first = [repeats[0] for repeats in measured.answers]
-    decode = [statistics.median(a.decode_seconds for a in repeats) for repeats in measured.answers]
+    walls = [sorted(repeats)[len(repeats) // 2] for repeats in measured.batches]  # the median repeat
+    decode = sum(seconds for seconds, _ in walls)
     start = [statistics.median(a.first_seconds for a in repeats) for repeats in measured.answers]
     tokens, rounds = sum(len(a.ids) for a in first), sum(a.rounds for a in first)
     behind = sum(max(0, len(a.ids) - 1) for a in first)  # tokens after the first one, whose time is the prompt's
@@ -126,8 +152,8 @@ def figures(measured: Measured, plain: Measured | None, drafted: bool, seed: int
         "acceptance_by_position": shares if drafted else None,
         "first_slot_acceptance": (shares[0] if shares else 0.0) if drafted and accepted else None,
         "accepted_lengths": [accepted.count(n) for n in range(deepest + 1)] if drafted else None,
-        "tokens_per_second": behind / sum(decode) if sum(decode) > 0 else None,
-        "end_to_end_tokens_per_second": tokens / (sum(decode) + sum(start)),
+        "tokens_per_second": sum(count for _, count in walls) / decode if decode > 0 else None,
+        "end_to_end_tokens_per_second": tokens / (decode + sum(start)),
         "time_to_first_token_s": statistics.median(start),
         "speedup": speedup,
         "speedup_low": low,
@@ -137,16 +163,16 @@ def figures(measured: Measured, plain: Measured | None, drafted: bool, seed: int
     }
 
 
-def _per_token(repeats: Sequence[Answer]) -> float | None:
-    times = [a.decode_seconds / (len(a.ids) - 1) for a in repeats if len(a.ids) > 1]
+def _per_token(repeats: Sequence[tuple[float, int]]) -> float | None:
+    times = [seconds / tokens for seconds, tokens in repeats if tokens]
     return statistics.median(times) if times else None
 
 
 def _speedup(measured: Measured, plain: Measured | None, seed: int) -> tuple[float | None, float | None, float | None]:
-    """Median over prompts of the paired ratio of time per token, with a bootstrap interval of 95 %."""
+    """Median over prompts (batches) of the paired ratio of time per token, with a bootstrap interval of 95 %."""
     if plain is None:
         return None, None, None
-    pairs = [(_per_token(a), _per_token(b)) for a, b in zip(plain.answers, measured.answers, strict=True)]
+    pairs = [(_per_token(a), _per_token(b)) for a, b in zip(plain.batches, measured.batches, strict=True)]
     ratios = [slow / fast for slow, fast in pairs if slow and fast]
     if not ratios:
         return None, None, None

@@ -46,8 +46,11 @@ def run(args: argparse.Namespace) -> int:
         if place is not None and not place.resolve().parent.is_dir():
             raise UsageError(f"there is no folder {place.resolve().parent} for {place.name}; make it first")
     from blockdraft.bench.methods import make_method, refuse_unknown
+    from blockdraft.bench.report import refuse_without_matplotlib
 
     refuse_unknown(names)
+    if args.html is not None:
+        refuse_without_matplotlib()
     tasks = _tasks(args)
     target = options.load_target(args)
     from blockdraft.bench import runner
@@ -94,6 +97,8 @@ def _tasks(args: argparse.Namespace) -> "list[Task]":
         names = [name.strip() for name in args.tasks.split(",") if name.strip()]
         if not names:
             raise UsageError("--tasks is empty; name one")
+        if args.data_dir is not None and all(name == "own" or name.endswith(".jsonl") for name in names):
+            raise UsageError("--data-dir has no effect on these tasks; leave it out")
         return read_tasks(names, args.data_dir, args.limit)
     try:
         return read_tasks(TASKS.split(","), args.data_dir, args.limit)

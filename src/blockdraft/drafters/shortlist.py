@@ -41,7 +41,7 @@ class Shortlist:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., words]`` of ``[..., hidden]``."""
-        return self._linear(hidden)  # type: ignore[no-any-return]
+        return self._linear(hidden)
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits ``[..., words]`` over the whole vocabulary; minus infinity for words that are not on the list."""

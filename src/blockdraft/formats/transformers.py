@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class AssistantDrafter(nn.Module):
         config.layer_types, config.sliding_window = ["full_attention"] * config.num_hidden_layers, None
         self.config = config
         # transformers hands over the output of the embedding module, which some models scale; drafters read raw rows.
-        embedding = model.get_input_embeddings()
+        embedding = cast(nn.Embedding, model.get_input_embeddings())
         ids = torch.arange(8, device=embedding.weight.device)
         with torch.inference_mode():
             scale = float(embedding(ids).float().norm() / embedding.weight[ids].float().norm())
@@ -91,5 +92,5 @@ class _Behind:
         self.context, self.cache = context, cache
 
     def update(self, keys: Tensor, values: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
-        both = (torch.cat(pair, dim=2) for pair in zip(self.context[layer], (keys, values), strict=True))
-        return self.cache.update(*both, layer)  # type: ignore[no-any-return]
+        context_keys, context_values = self.context[layer]
+        return self.cache.update(torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2), layer)
