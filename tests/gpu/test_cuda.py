@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from blockdraft.budget import Budget
 from blockdraft.decode import decode
+from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.load import load_drafter, load_target
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
@@ -25,12 +27,12 @@ def test_lossless(family):
     drafter = type(drafter)(drafter.network.cuda(), target.embed, target.head)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     outputs = []
-    for used in (None, drafter):
+    for used in (None, drafter, TreeDrafter(drafter, Budget(None, 8, 24))):
         requests = [Request(tiny.prompt(length, length), params, target) for length in (3, 9, 14)]
         for _ in decode(target, used, requests, batch_size=2):
             pass
         outputs.append([request.output for request in requests])
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 @pytest.fixture(scope="module")
