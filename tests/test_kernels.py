@@ -118,6 +118,33 @@ def test_bfloat16_weights_and_float32_arithmetic(monkeypatch):
     assert torch.equal(stepped, verified[0]), "a row does not depend on the rows beside it"
 
 
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [3, 60, 85])
+def test_a_tree_is_verified_to_the_bit(dtype, length, monkeypatch):
+    """Every node's logits are those of plain steps along its path, wherever its keys lie in the cache; in a batch too."""
+    monkeypatch.setattr(packing, "cpu_multiplies_bfloat16", lambda: False)
+    target = tiny.target(dtype=dtype)
+    generator = torch.Generator().manual_seed(length)
+    count = 20
+    parents = torch.tensor([[int(torch.randint(0, i + 1, (), generator=generator)) for i in range(count)] for _ in range(2)])
+    tokens = torch.randint(3, 60, (2, count), generator=generator)
+    cache, prompts = target.new_cache(2, 200), [tiny.prompt(length, 1), tiny.prompt(length + 7, 2)]
+    target.prefill_rows(cache, 0, prompts)
+    verified, _ = target.verify(cache, torch.tensor([5, 6]), Proposal(tokens, [count + 1, count + 1], parents))
+    for row in range(2):
+        for node in (4, count):
+            path, at = [], node
+            while at:
+                path.insert(0, int(tokens[row, at - 1]))
+                at = int(parents[row, at - 1])
+            alone = target.new_cache(1, 200)
+            target.prefill_rows(alone, 0, [prompts[row]])
+            for token in [[5, 6][row], *path]:
+                logits = target.step(alone, torch.tensor([token]))
+            assert torch.equal(logits[0], verified[row, node])
+
+
 LOOKALIKES = {
     "an MLP without a gate": ("ArceeConfig", {"head_dim": 8}),
     "partial rotary turns": ("GlmConfig", {"head_dim": 8, "partial_rotary_factor": 0.5}),

@@ -1,6 +1,6 @@
 // A few queries per row of a key/value cache, every row with its own length: what SDPA computes over padded rows, without reading
-// the padding. Sums are made in an order that depends on nothing but the keys' places: a query's result is to the bit what it is
-// beside other queries, or with further keys behind that its mask hides.
+// the padding. Sums are made in an order that depends on nothing but the keys that a query sees: its result is to the bit what it is
+// beside other queries, or with keys between and behind that its mask hides.
 
 #include <math.h>
 #include <stdint.h>
@@ -42,47 +42,82 @@ static inline __attribute__((always_inline)) float dot(const float *a, const flo
   return sum_of(sum) + rest;
 }
 
+// What a query has gathered so far.
+typedef struct {
+  float most, total;
+  float sum[MOST_SIZE];
+} gathered;
+
+// Take in the scores of up to KEYS keys that lie at k + places[t] * size (or one after the other, without places).
+static inline __attribute__((always_inline)) void take(gathered *g, float *s, int64_t count, const float *v, const int32_t *places,
+                                                       const int64_t size) {
+  for (int64_t t = count; t < KEYS; t++) s[t] = -INFINITY;
+  float best = g->most, lanes[WIDTH];
+  for (int j = 0; j < WIDTH; j++) lanes[j] = best;
+  for (int64_t t = 0; t < KEYS; t += WIDTH)
+    for (int j = 0; j < WIDTH; j++) lanes[j] = s[t + j] > lanes[j] ? s[t + j] : lanes[j];
+  for (int j = 0; j < WIDTH; j++) best = lanes[j] > best ? lanes[j] : best;
+  for (int64_t t = 0; t < KEYS; t++) s[t] = exp_of_negative(s[t] - best);
+  vec added = {0};
+  for (int64_t t = 0; t < KEYS; t += WIDTH) added += *(const vec *)(s + t);
+  const float shrink = exp_of_negative(g->most - best);
+  g->most = best;
+  g->total = g->total * shrink + sum_of(added);
+  for (int64_t d = 0; d < size; d++) g->sum[d] *= shrink;
+  if (v)
+    for (int64_t t = 0; t < count; t++) {
+      const float *value = v + (places ? places[t] : t) * size;
+      for (int64_t d = 0; d < size; d++) g->sum[d] += s[t] * value[d];
+    }
+}
+
+// The keys that a mask leaves are taken in as if the others were not there: a branch of a tree as if it stood alone.
 static inline __attribute__((always_inline)) void attend_some(const float *q, const float *k, const float *v, float *out,
                                                               int64_t length, const int64_t queries, const int64_t size, float scale,
                                                               const float *mask, int64_t first, int64_t positions, int64_t longest) {
-  float scores[MOST_QUERIES][KEYS], most[MOST_QUERIES], total[MOST_QUERIES], sum[MOST_QUERIES][MOST_SIZE];
+  float scores[MOST_QUERIES][KEYS];
+  gathered all[MOST_QUERIES];
   for (int64_t g = 0; g < queries; g++) {
-    most[g] = -1e30f;
-    total[g] = 0.0f;
-    for (int64_t d = 0; d < size; d++) sum[g][d] = 0.0f;
+    all[g].most = -1e30f;
+    all[g].total = 0.0f;
+    for (int64_t d = 0; d < size; d++) all[g].sum[d] = 0.0f;
   }
-  for (int64_t start = 0; start < length; start += KEYS) {
-    const int64_t count = length - start < KEYS ? length - start : KEYS;
+  int64_t shared = length;  // keys in front that all of these queries see
+  if (mask) {
+    for (int64_t g = 0; g < queries; g++) {
+      const float *seen = mask + (first + g) % positions * longest;
+      int64_t t = 0;
+      while (t < shared && seen[t] == 0.0f) t++;
+      shared = t;
+    }
+    shared -= shared % KEYS;
+  }
+  for (int64_t start = 0; start < shared; start += KEYS) {
+    const int64_t count = shared - start < KEYS ? shared - start : KEYS;
     for (int64_t t = 0; t < count; t++)
       for (int64_t g = 0; g < queries; g++) scores[g][t] = dot(q + g * size, k + (start + t) * size, size) * scale;
-    for (int64_t g = 0; g < queries; g++) {
-      float *s = scores[g];
-      if (mask) {
-        const float *seen = mask + (first + g) % positions * longest + start;
-        for (int64_t t = 0; t < count; t++) s[t] += seen[t];
-      }
-      for (int64_t t = count; t < KEYS; t++) s[t] = -INFINITY;
-      float best = most[g], lanes[WIDTH];
-      for (int j = 0; j < WIDTH; j++) lanes[j] = best;
-      for (int64_t t = 0; t < KEYS; t += WIDTH)
-        for (int j = 0; j < WIDTH; j++) lanes[j] = s[t + j] > lanes[j] ? s[t + j] : lanes[j];
-      for (int j = 0; j < WIDTH; j++) best = lanes[j] > best ? lanes[j] : best;
-      for (int64_t t = 0; t < KEYS; t++) s[t] = exp_of_negative(s[t] - best);
-      vec added = {0};
-      for (int64_t t = 0; t < KEYS; t += WIDTH) added += *(const vec *)(s + t);
-      const float shrink = exp_of_negative(most[g] - best);
-      most[g] = best;
-      total[g] = total[g] * shrink + sum_of(added);
-      for (int64_t d = 0; d < size; d++) sum[g][d] *= shrink;
-    }
+    for (int64_t g = 0; g < queries; g++) take(all + g, scores[g], count, 0, 0, size);
     for (int64_t t = 0; t < count; t++) {
       const float *value = v + (start + t) * size;
       for (int64_t g = 0; g < queries; g++)
-        for (int64_t d = 0; d < size; d++) sum[g][d] += scores[g][t] * value[d];
+        for (int64_t d = 0; d < size; d++) all[g].sum[d] += scores[g][t] * value[d];
     }
   }
+  if (mask)
+    for (int64_t g = 0; g < queries; g++) {
+      const float *seen = mask + (first + g) % positions * longest;
+      int32_t places[KEYS];
+      int64_t count = 0;
+      for (int64_t t = shared; t < length; t++) {
+        if (seen[t] == -INFINITY) continue;
+        places[count] = t;
+        scores[0][count++] = dot(q + g * size, k + t * size, size) * scale + seen[t];
+        if (count == KEYS) take(all + g, scores[0], count, v, places, size), count = 0;
+      }
+      if (count) take(all + g, scores[0], count, v, places, size);
+    }
   for (int64_t g = 0; g < queries; g++)
-    for (int64_t d = 0; d < size; d++) out[g * size + d] = sum[g][d] / total[g];
+    for (int64_t d = 0; d < size; d++) out[g * size + d] = all[g].sum[d] / all[g].total;
 }
 
 // queries [rows, heads, group, size], keys and values [rows, heads, capacity, size] with the strides given, out like queries; mask,

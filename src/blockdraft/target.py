@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.masking_utils import causal_mask_function
 
 from blockdraft.anatomy import Anatomy, dissect, first_tensor
 from blockdraft.attention import FEW, additive, attending_over, visibility
