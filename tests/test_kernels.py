@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 from blockdraft import attention, kernels, packing
 from blockdraft.attention import attend
+from blockdraft.budget import Budget
 from blockdraft.decode import Decoder, decode
 from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.tree import TreeDrafter
+from blockdraft.errors import UsageError
 from blockdraft.formats import zlab
 from blockdraft.load import load_drafter
 from blockdraft.packing import pack_linears
@@ -116,6 +119,25 @@ def test_bfloat16_weights_and_float32_arithmetic(monkeypatch):
     torch.testing.assert_close(verified[0], expected[20:28], atol=2e-4, rtol=1e-3)
     stepped = torch.cat([target.step(cache, torch.tensor([token])) for token in ids[20:28]])
     assert torch.equal(stepped, verified[0]), "a row does not depend on the rows beside it"
+
+
+@compiled
+def test_exact_is_identical_in_bfloat16(trained, monkeypatch):
+    """Also where the processor multiplies bfloat16 itself; chains, trees, batches, sampled or not. Refused where it cannot be."""
+    monkeypatch.setattr(packing, "cpu_multiplies_bfloat16", lambda: True)
+    target = Target(tiny.model(dtype=torch.bfloat16), exact=True)
+    prompts = [tiny.prompt(length, seed) for seed, length in enumerate((6, 1, 11))]
+    chain = DFlashDrafter(trained.network, target.embed, target.head)
+    for how in ({}, {"temperature": 0.9, "seed": 5}):
+        params = SamplingParams(max_new_tokens=40, ignore_eos=True, **how)
+        outputs = []
+        for drafter, batch_size in ((None, 1), (None, 3), (chain, 1), (TreeDrafter(chain, Budget(None, 8, 24)), 3)):
+            requests = [Request(prompt, params, target, row) for row, prompt in enumerate(prompts)]
+            list(decode(target, drafter, requests, batch_size))
+            outputs.append([request.output for request in requests])
+        assert all(found == outputs[0] for found in outputs)
+    with pytest.raises(UsageError, match="cannot be verified to the bit here"):
+        Target(tiny.model("gemma2"), exact=True)
 
 
 @compiled

@@ -71,10 +71,17 @@ def resolve_dtype(name: str | torch.dtype | None, device: torch.device) -> torch
 # ---- targets
 
 
-def load_target(name: str | Path = DEFAULT_TARGET, dtype: str | torch.dtype | None = None, device: str | None = None) -> Target:
-    """Load a causal language model as a target; arguments and errors as for ``load_model``."""
+def load_target(
+    name: str | Path = DEFAULT_TARGET, dtype: str | torch.dtype | None = None, device: str | None = None, exact: bool = False
+) -> Target:
+    """Load a causal language model as a target; arguments and errors as for ``load_model``.
+
+    Args:
+        exact: use kernels whose rows do not depend on each other, so that verification gives plain steps' logits to the bit, in
+            every dtype; UsageError where there are none. In float32 on CPUs that is so anyway for Llama-like models.
+    """
     model, tokenizer, digest = load_model(name, dtype, device)
-    return Target(model, tokenizer, name=str(name), digest=digest)
+    return Target(model, tokenizer, name=str(name), digest=digest, exact=exact)
 
 
 def load_model(

@@ -26,16 +26,17 @@ class Packed:
 
     Args:
         linears: layers of equal input width; all have a bias or none has.
+        own: take our own kernel where oneDNN's would be faster.
 
     Attributes:
         rows: the layers as our own kernel sees them; None if oneDNN multiplies.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]):
+    def __init__(self, linears: Sequence[nn.Linear], own: bool = False):
         weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        if has_own_kernel(weight.dtype):
+        if has_own_kernel(weight.dtype, own):
             rows = LinearRows(weight, bias)
             self.rows: LinearRows | None = rows
             self._multiply: Callable[[Tensor], Tensor] = lambda x: rows(x).to(x.dtype)
@@ -71,9 +72,9 @@ class PackedLinear(nn.Linear):
         return self.packed.product(input)[..., self.outputs]
 
 
-def has_own_kernel(dtype: torch.dtype) -> bool:
-    """True where ``linear.c`` multiplies: float32, and bfloat16 on processors that do not multiply it themselves."""
-    ours = dtype == torch.float32 or (dtype == torch.bfloat16 and not cpu_multiplies_bfloat16())
+def has_own_kernel(dtype: torch.dtype, own: bool = False) -> bool:
+    """True where ``linear.c`` multiplies: float32, and bfloat16 on processors that do not multiply it themselves, or if asked."""
+    ours = dtype == torch.float32 or (dtype == torch.bfloat16 and (own or not cpu_multiplies_bfloat16()))
     return ours and library() is not None
 
 
@@ -83,9 +84,9 @@ def cpu_multiplies_bfloat16() -> bool:
     return any(test is not None and test() for test in tests)
 
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+def can_pack(dtype: torch.dtype, device: torch.device, own: bool = False) -> bool:
     """True where there is a kernel for this dtype: oneDNN's, or for float32 our own."""
-    if device.type == "cpu" and has_own_kernel(dtype):
+    if device.type == "cpu" and has_own_kernel(dtype, own):
         return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available() or not hasattr(torch.ops, "mkldnn"):
         return False
@@ -94,16 +95,17 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32
 
 
-def pack_linears(groups: Sequence[Sequence[nn.Linear]], dtype: torch.dtype, device: torch.device) -> int:
+def pack_linears(groups: Sequence[Sequence[nn.Linear]], dtype: torch.dtype, device: torch.device, own: bool = False) -> int:
     """Pack groups of plain linear layers in place; the parameters stay as they are.
 
     Args:
         groups: layers that read the same tensor, in one forward pass each exactly once.
+        own: with our own kernel, whose rows do not depend on each other, also where oneDNN's is faster.
 
     Returns:
         The bytes that the packed copies take: 0 if this machine cannot pack, or has no memory for a second copy.
     """
-    if not can_pack(dtype, device):
+    if not can_pack(dtype, device, own):
         return 0
     groups = [[m for m in group if type(m) is nn.Linear and m.weight.dtype == dtype] for group in groups]
     needed = sum(m.weight.numel() * m.weight.element_size() for group in groups for m in group)
@@ -111,7 +113,7 @@ def pack_linears(groups: Sequence[Sequence[nn.Linear]], dtype: torch.dtype, devi
         warnings.warn(f"{needed >> 20} MiB of packed weights do not fit into memory: linear layers run unpacked, slower")
         return 0
     for group in filter(None, groups):
-        packed, start = Packed(group), 0
+        packed, start = Packed(group, own), 0
         for linear in group:
             linear.__class__ = PackedLinear
             member = cast(PackedLinear, linear)

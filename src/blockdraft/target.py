@@ -34,6 +34,7 @@ class Target:
         tokenizer: its tokenizer, or None if only ids are used.
         name: what to call it in results.
         digest: of the weights it was loaded from, if known: with the name, its identity.
+        exact: verify to the bit what plain steps say, whatever it costs.
 
     Attributes:
         model, tokenizer: the plain transformers objects.
@@ -54,12 +55,13 @@ class Target:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "",
         digest: str | None = None,
+        exact: bool = False,
     ):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
-        self.digest = digest
+        self.digest, self.exact = digest, exact
         refuse_unsupported(model)
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
@@ -88,7 +90,7 @@ class Target:
             raise UsageError(
                 f"{self.name}: its logits are not finite numbers; the weights are damaged, or too large for {self.dtype}"
             )
-        self.packed_bytes = pack_linears(parts.linears, self.dtype, self.device)
+        self.packed_bytes = pack_linears(parts.linears, self.dtype, self.device, self.exact)
         cache = self.new_cache(1, 32)
         try:
             cached = self._branching_logits(cache, ids)
@@ -114,6 +116,11 @@ class Target:
 
         if cache.causal_only:
             self._plain = self._proved_plain_layers(parts, ids, error_of)
+        if self.exact and self._plain is None:
+            raise UsageError(
+                f"{self.name} cannot be verified to the bit here: that needs a CPU, a C compiler, and layers like Llama's; "
+                "elsewhere kernels sum in an order that depends on the number of rows. Leave --exact out"
+            )
 
     @property
     def runs_plain(self) -> bool:

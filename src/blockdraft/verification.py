@@ -22,7 +22,7 @@ class Verdict:
     """What was compared and what came out.
 
     Attributes:
-        rule: "identical" (fp32) or "epsilon" (narrower dtypes).
+        rule: "identical" (fp32, and exact targets) or "epsilon" (narrower dtypes).
         prompts, tokens: compared.
         identical: prompts whose output equals the reference to the last token.
         ties: prompts that part at a near tie, as (prompt, position, reference token, token, gap).
@@ -58,21 +58,23 @@ def verify_pair(
 ) -> Iterator[Verdict]:
     """Decode every prompt with the drafter and hold the output against the target alone.
 
-    In float32 the tokens must be those of ``transformers.generate`` (greedy) or of seeded autoregressive decoding (sampled).
+    In float32 the tokens must be those of ``transformers.generate`` (greedy) or of seeded autoregressive decoding (sampled), for an
+    exact target in a narrower dtype those of autoregressive decoding.
     In narrower dtypes every token must be within epsilon of the target's best logit under teacher forcing; epsilon is the
     noise measured between one-row and block-wide passes over the same tokens, in the gap of a likely token to the best one.
 
     Yields:
         The verdict so far, after each prompt.
     """
-    exact = target.dtype == torch.float32
+    exact = target.dtype == torch.float32 or target.exact
     verdict = Verdict("identical" if exact else "epsilon", flips=None if exact else 0)
     drafted_tokens = 0
     for index, prompt in enumerate(prompts):
         request = Request(prompt, params, target)
         for _ in decode(target, drafter, [request], 1, block_size):
             pass
-        reference = greedy_reference(target, prompt, params) if params.greedy else sampled_reference(target, prompt, params)
+        theirs = params.greedy and not (exact and target.dtype != torch.float32)
+        reference = greedy_reference(target, prompt, params) if theirs else own_reference(target, prompt, params)
         verdict.prompts += 1
         verdict.tokens += len(request.output)
         verdict.rounds += request.rounds
@@ -99,8 +101,8 @@ def greedy_reference(target: Target, prompt: Sequence[int], params: SamplingPara
     return output[0, len(prompt) :].tolist()
 
 
-def sampled_reference(target: Target, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    """Autoregressive decoding with the same seed."""
+def own_reference(target: Target, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """Autoregressive decoding with this engine, with the same seed."""
     request = Request(prompt, params, target)
     for _ in decode(target, None, [request]):
         pass

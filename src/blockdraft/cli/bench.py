@@ -36,6 +36,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--html", type=options.path, metavar="REPORT.html", help="write tables and pictures, one file")
     parser.add_argument("--json", action="store_true", help="the figures as one JSON object on stdout")
     models = options.add_target(parser, options.BEST_DTYPE)
+    options.add_exact(models)
     models.add_argument("--drafter", help="drafter folder in z-lab's layout; default: the one shipped for the target")
     parser.set_defaults(run=run)
 
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         "drafter": drafter.name if drafter is not None else None,
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
+        "exact": args.exact,
         "batch": args.batch,
         "repeats": args.repeats,
         "limit": args.limit,

@@ -24,8 +24,15 @@ def add_target(parser: argparse.ArgumentParser, dtype_help: str) -> "argparse._A
     return group
 
 
+def add_exact(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--exact", action="store_true", help="verify to the bit what plain steps say, in every dtype (CPU; Llama-like)"
+    )
+
+
 def add_models(parser: argparse.ArgumentParser, dtype_help: str = BEST_DTYPE) -> None:
     group = add_target(parser, dtype_help)
+    add_exact(group)
     group.add_argument("--drafter", help="drafter folder in z-lab's layout; default: the one shipped for the target")
     group.add_argument(
         "--tree", type=tree, metavar="{auto,off,N}", help="candidates of a round: as many as pay (default), a chain, or N"
@@ -90,7 +97,7 @@ def load_target(args: argparse.Namespace, dtype: str | None = None) -> "Target":
         raise UsageError(f"--threads {args.threads} is far above this machine's {os.cpu_count()} cores; use at most that many")
     if args.threads:
         torch.set_num_threads(args.threads)
-    return blockdraft.load.load_target(args.target, dtype=args.dtype or dtype, device=args.device)
+    return blockdraft.load.load_target(args.target, args.dtype or dtype, args.device, getattr(args, "exact", False))
 
 
 def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, Drafter | None]":

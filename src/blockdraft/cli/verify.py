@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     conversations = read_prompts(args.prompts or OWN_PROMPTS)[:limit]
     target, drafter = options.load(args)
     assert drafter is not None
-    if target.dtype.itemsize < 4 and not (params.greedy and params.repetition_penalty == 1.0):
+    if target.dtype.itemsize < 4 and not target.exact and not (params.greedy and params.repetition_penalty == 1.0):
         raise UsageError("outputs that are sampled or penalised are compared token by token in float32 only; add --dtype float32")
     from blockdraft.progress import Progress
 
