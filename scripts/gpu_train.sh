@@ -27,5 +27,5 @@ bounded "${SECONDS_TRAIN:-170}" python3 -m blockdraft train configs/smollm2-135m
     init=src/blockdraft/shipped/smollm2-135m vocabulary=0 rows=16 learning_rate=8e-4 max_steps="${STEPS:-1500}" \
     evaluate_every=300 checkpoint_every=300
 cp "$out/run/metrics.jsonl" "$out/"
-python3 benchmarks/acceptance.py --drafter "$out/run/drafter" ${EVAL:+--data-dir "$EVAL"} --limit 40 --tokens 256 --batch-size 40 |
-    tee "$out/acceptance.txt"
+python3 -m blockdraft bench --drafter "$out/run/drafter" --methods dflash ${EVAL:+--data-dir "$EVAL"} --limit 40 --batch 40 \
+    --out "$out/acceptance.json" | tee "$out/acceptance.txt"

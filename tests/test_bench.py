@@ -8,6 +8,7 @@ import torch
 
 from blockdraft.bench import runner
 from blockdraft.bench.methods import Answer, Engine, Transformers, make_method
+from blockdraft.bench.report import means
 from blockdraft.bench.runner import Measured, figures
 from blockdraft.bench.tasks import DATASETS, Task, own_tasks, read_tasks
 from blockdraft.cli.main import main
@@ -61,6 +62,16 @@ def test_figures_of_known_answers():
     assert found["end_to_end_tokens_per_second"] == pytest.approx(37 / 11.0)
     assert found["identical_to_ar"] == 1.0
     assert found["time_split"]["other"] == pytest.approx((9.5 - 0.3 - 0.6) / 6)
+
+
+def test_means_are_of_tasks():
+    results = [
+        {"task": task, "method": "x", "speedup": s, "acceptance_length": t, "first_slot_acceptance": None, "identical_to_ar": 1.0}
+        for task, s, t in (("a", 1.0, 2.0), ("b", 2.0, 4.0))
+    ]
+    [mean] = means(results)
+    assert (mean["task"], mean["speedup"], mean["acceptance_length"], mean["first_slot_acceptance"]) == ("mean", 1.5, 3.0, None)
+    assert means(results[:1]) == []
 
 
 def test_speedup_is_paired_and_times_are_medians_of_repeats():
@@ -160,6 +171,7 @@ def test_command_writes_json_and_one_html_file(pair, tiny_folder, tmp_path, caps
     shown = capsys.readouterr().out
     assert "hf-dflash" in shown
     assert "own-mathematics" in shown
+    assert shown.count("\nmean ") == 3
     document = json.loads(out.read_text())
     assert {"machine", "cpu_flags", "threads", "versions", "dtype", "git"} <= set(document["environment"])
     assert len(document["results"]) == 3 * 7

@@ -23,14 +23,15 @@ STYLE = (
 
 def cells(result: dict[str, Any]) -> list[str]:
     """A result as the strings of a table row."""
-    speed = result["speedup"]
-    interval = f"{speed:.2f}x ({result['speedup_low']:.2f}-{result['speedup_high']:.2f})" if speed else "-"
+    speed, low = result["speedup"], result["speedup_low"]
+    interval = f"{speed:.2f}x" + (f" ({low:.2f}-{result['speedup_high']:.2f})" if low else "") if speed else "-"
+    first = result["time_to_first_token_s"]
     return [
         result["task"],
         result["method"],
         interval,
         _number(result["tokens_per_second"], 1),
-        f"{result['time_to_first_token_s']:.2f} s",
+        "-" if first is None else f"{first:.2f} s",
         _number(result["acceptance_length"], 2),
         _number(result["first_slot_acceptance"], 2),
         "-" if result["identical_to_ar"] is None else f"{result['identical_to_ar']:.0%}",
@@ -42,6 +43,21 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def means(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The plain mean over tasks of each method's speed-up, acceptance and share of identical answers; rates have none."""
+    if len(_names(results, "task")) < 2:
+        return []
+    rows = []
+    for method in _names(results, "method"):
+        own = [r for r in results if r["method"] == method]
+        row: dict[str, Any] = dict.fromkeys(own[0]) | {"task": "mean", "method": method}
+        for key in ("speedup", "acceptance_length", "first_slot_acceptance", "identical_to_ar"):
+            values = [r[key] for r in own]
+            row[key] = sum(values) / len(values) if None not in values else None
+        rows.append(row)
+    return rows
+
+
 def table(results: list[dict[str, Any]]) -> "Table":
     from rich.table import Table
 
@@ -49,7 +65,7 @@ def table(results: list[dict[str, Any]]) -> "Table":
     for i, name in enumerate(COLUMNS):
         shown.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
     before = None
-    for result in results:
+    for result in [*results, *means(results)]:
         if before is not None and result["task"] != before:
             shown.add_section()
         before = result["task"]
@@ -73,7 +89,7 @@ def write_html(document: dict[str, Any], path: Path) -> None:
     refuse_without_matplotlib()
     results, environment = document["results"], document["environment"]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells(r)) + "</tr>" for r in results)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells(r)) + "</tr>" for r in [*results, *means(results)])
     drawn = [
         ("Speed-up over plain decoding, median over prompts with a 95 % interval", _speedups(results)),
         ("Share of rounds whose candidate at this depth stood", _depths(results)),
