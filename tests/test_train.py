@@ -350,9 +350,12 @@ def test_warm_start_goes_on_from_a_drafter(place, tmp_path):
     for name, tensor in weights(second).items():
         torch.testing.assert_close(tensor, load_file(folder / "model.safetensors")[name].float())
     assert steps(second, 1)[0] < 0.9 * steps(make(place, tmp_path / "third"), 1)[0]
-    for key, value in (("layers", 3), ("heads", 8), ("window", 4), ("intermediate_size", 40), ("block_size", 4)):
+    for key, value in (("layers", 3), ("heads", 8), ("window", 4), ("intermediate_size", 40)):
         with pytest.raises(UsageError, match=rf"{key} is {value}, but the drafter in .* has"):
             make(place, tmp_path / "fourth", init=str(folder), **{key: value})
+    shorter = make(place, tmp_path / "fifth", init=str(folder), block_size=4, max_steps=5)
+    drafted = load_drafter(shorter.train(), shorter.target)
+    assert drafted.block_size == 4, "no weight depends on it"
 
 
 def test_layers_of_the_target_are_a_start(place, tmp_path):
