@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -177,9 +178,8 @@ class Budget:
 
     def _learn_nodes(self, pending: "Pending", accepted: Sequence[int]) -> None:
         path, node = set(), 0
-        children = {(parent, token): i + 1 for i, (parent, token) in enumerate(zip(pending.parents, pending.tokens, strict=True))}
         for token in accepted:
-            node = children[node, token]
+            node = pending.children[node, token]
             path.add(node)
         for i, score in enumerate(pending.scores, 1):
             self._nodes.add(_bin(score), i in path)
@@ -187,15 +187,14 @@ class Budget:
     def _learn_copy(self, pending: "Pending", accepted: Sequence[int]) -> None:
         """A copied token is judged if the path came to it and either took it or had it among its candidates."""
         node = 0
-        children = {(parent, token): i + 1 for i, (parent, token) in enumerate(zip(pending.parents, pending.tokens, strict=True))}
         for i, token in enumerate(pending.copy):
-            if (node, token) not in children:
+            if (node, token) not in pending.children:
                 return
             stands = i < len(accepted) and accepted[i] == token
             self._copies.add(min(pending.match + i, LONG_MATCH), stands)
             if not stands:
                 return
-            node = children[node, token]
+            node = pending.children[node, token]
 
     def forget(self, row: int) -> None:
         """What the row was about to verify never ran to its end."""
@@ -216,6 +215,11 @@ class Pending:
     slots: int
     copy: list[int]
     match: int
+
+    @cached_property
+    def children(self) -> dict[tuple[int, int], int]:
+        """The node that a node and a token lead to."""
+        return {edge: node for node, edge in enumerate(zip(self.parents, self.tokens, strict=True), 1)}
 
 
 class Rates:

@@ -93,7 +93,7 @@ def _names(text: str) -> list[str]:
 
 
 def _tasks(args: argparse.Namespace) -> "list[Task]":
-    from blockdraft.bench.tasks import own_tasks, read_tasks
+    from blockdraft.bench.tasks import read_tasks
 
     if args.tasks is not None:
         names = [name.strip() for name in args.tasks.split(",") if name.strip()]
@@ -108,7 +108,7 @@ def _tasks(args: argparse.Namespace) -> "list[Task]":
         if args.data_dir is not None:
             raise
         print(f"blockdraft: {error}; measuring with own prompts", file=sys.stderr)
-        return [type(task)(task.name, task.source, task.conversations[: args.limit]) for task in own_tasks()]
+        return read_tasks(["own"], None, args.limit)
 
 
 def _write(document: dict[str, object], args: argparse.Namespace) -> None:
