@@ -232,6 +232,7 @@ def test_features_of_padding_are_forgotten(llama, sequence):
     drafter.reset(2, 64)
     pair = torch.cat([features[:, :6], features[:, 10:16]])
     drafter.observe(0, torch.stack([ids[:6], ids[10:16]]), pair, [6, 2])
+    drafter.logits(ids[:2], [2, 2])
     assert drafter.cache.lengths == [6, 2]
     drafter.observe(1, ids[None, 12:14], features[:, 12:14], [2])
     alone = random_drafter(llama)

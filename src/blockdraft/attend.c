@@ -5,12 +5,33 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define KEYS 64          // that share a rescaling
 #define MOST_QUERIES 24  // that share a reading of the keys
 #define MOST_SIZE 256
 
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
+
+// a * b + c. Said, not left to the compiler: it fuses in one copy of a loop and not in another, and what a query sees would depend on
+// the queries beside it. (In linear.c it would spill registers if it were said.)
+static inline __attribute__((always_inline)) vec fused(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+static inline __attribute__((always_inline)) vec every(float x) { return x - (vec){0}; }
 
 static inline float sum_of(vec x) {
   for (int step = WIDTH / 2; step; step /= 2) {
@@ -33,13 +54,30 @@ static inline float exp_of_negative(float x) {
   return x < -87.0f ? 0.0f : p * power;
 }
 
-static inline __attribute__((always_inline)) float dot(const float *a, const float *b, const int64_t size) {
-  vec sum = {0};
-  int64_t i = 0;
-  for (; i + WIDTH <= size; i += WIDTH) sum += *(const vec *)(a + i) * *(const vec *)(b + i);
-  float rest = 0.0f;
-  for (; i < size; i++) rest += a[i] * b[i];
-  return sum_of(sum) + rest;
+#define TOGETHER 3  // queries whose sums share registers
+#define PAIR 2      // keys that do
+
+// Scores of n queries and some keys that lie one after the other: every dot product is summed alike, whatever is beside it.
+static inline __attribute__((always_inline)) void score(const int n, const int keys, const float *q, const float *k,
+                                                        float (*scores)[KEYS], int64_t at, const int64_t size, float scale) {
+  vec sums[TOGETHER][PAIR] = {0};
+  float rest[TOGETHER][PAIR] = {0};
+  int64_t d = 0;
+  for (; d + WIDTH <= size; d += WIDTH)
+    for (int g = 0; g < n; g++)
+      for (int t = 0; t < keys; t++) sums[g][t] = fused(*(const vec *)(q + g * size + d), *(const vec *)(k + t * size + d), sums[g][t]);
+  for (; d < size; d++)
+    for (int g = 0; g < n; g++)
+      for (int t = 0; t < keys; t++) rest[g][t] = fmaf(q[g * size + d], k[t * size + d], rest[g][t]);
+  for (int g = 0; g < n; g++)
+    for (int t = 0; t < keys; t++) scores[g][at + t] = (sum_of(sums[g][t]) + rest[g][t]) * scale;
+}
+
+static inline __attribute__((always_inline)) void score_keys(const int n, const float *q, const float *k, int64_t count,
+                                                             float (*scores)[KEYS], const int64_t size, float scale) {
+  int64_t t = 0;
+  for (; t + PAIR <= count; t += PAIR) score(n, PAIR, q, k + t * size, scores, t, size, scale);
+  for (; t < count; t++) score(n, 1, q, k + t * size, scores, t, size, scale);
 }
 
 // What a query has gathered so far.
@@ -48,9 +86,9 @@ typedef struct {
   float sum[MOST_SIZE];
 } gathered;
 
-// Take in the scores of up to KEYS keys that lie at k + places[t] * size (or one after the other, without places).
-static inline __attribute__((always_inline)) void take(gathered *g, float *s, int64_t count, const float *v, const int32_t *places,
-                                                       const int64_t size) {
+// Turn the scores of up to KEYS keys into weights, and shrink what was gathered before to the new largest score: one
+// function, compiled once.
+static __attribute__((noinline)) void weigh(gathered *g, float *s, int64_t count, const int64_t size) {
   for (int64_t t = count; t < KEYS; t++) s[t] = -INFINITY;
   float best = g->most, lanes[WIDTH];
   for (int j = 0; j < WIDTH; j++) lanes[j] = best;
@@ -64,60 +102,92 @@ static inline __attribute__((always_inline)) void take(gathered *g, float *s, in
   g->most = best;
   g->total = g->total * shrink + sum_of(added);
   for (int64_t d = 0; d < size; d++) g->sum[d] *= shrink;
-  if (v)
-    for (int64_t t = 0; t < count; t++) {
-      const float *value = v + (places ? places[t] : t) * size;
-      for (int64_t d = 0; d < size; d++) g->sum[d] += s[t] * value[d];
-    }
 }
 
-// The keys that a mask leaves are taken in as if the others were not there: a branch of a tree as if it stood alone.
-static inline __attribute__((always_inline)) void attend_some(const float *q, const float *k, const float *v, float *out,
-                                                              int64_t length, const int64_t queries, const int64_t size, float scale,
-                                                              const float *mask, int64_t first, int64_t positions, int64_t longest) {
-  float scores[MOST_QUERIES][KEYS];
-  gathered all[MOST_QUERIES];
-  for (int64_t g = 0; g < queries; g++) {
+// Gather `wide` vectors of the values of some keys for n queries; keys lie at v + places[t] * size, or one after the other.
+static inline __attribute__((always_inline)) void gather_values(const int n, const int wide, gathered *all, float (*scores)[KEYS],
+                                                                const float *v, const int32_t *places, int64_t count,
+                                                                const int64_t size, int64_t d) {
+  vec sums[TOGETHER][4];
+  for (int g = 0; g < n; g++)
+    for (int i = 0; i < wide; i++) sums[g][i] = *(const vec *)(all[g].sum + d + i * WIDTH);
+  for (int64_t t = 0; t < count; t++) {
+    const float *value = v + (places ? places[t] : t) * size + d;
+    for (int g = 0; g < n; g++)
+      for (int i = 0; i < wide; i++) sums[g][i] = fused(every(scores[g][t]), *(const vec *)(value + i * WIDTH), sums[g][i]);
+  }
+  for (int g = 0; g < n; g++)
+    for (int i = 0; i < wide; i++) *(vec *)(all[g].sum + d + i * WIDTH) = sums[g][i];
+}
+
+// Take the scores of up to KEYS keys of n queries into what they have gathered.
+static inline __attribute__((always_inline)) void take(const int n, gathered *all, float (*scores)[KEYS], const float *v,
+                                                       const int32_t *places, int64_t count, const int64_t size) {
+  for (int g = 0; g < n; g++) weigh(all + g, scores[g], count, size);
+  int64_t d = 0;
+  for (; d + 4 * WIDTH <= size; d += 4 * WIDTH) gather_values(n, 4, all, scores, v, places, count, size, d);
+  for (; d + WIDTH <= size; d += WIDTH) gather_values(n, 1, all, scores, v, places, count, size, d);
+  for (; d < size; d++)
+    for (int g = 0; g < n; g++)
+      for (int64_t t = 0; t < count; t++)
+        all[g].sum[d] = fmaf(scores[g][t], v[(places ? places[t] : t) * size + d], all[g].sum[d]);
+}
+
+// What n queries see: all of the first `shared` keys, and of the others what the mask leaves, taken in as if the hidden ones were not
+// there: a branch of a tree as if it stood alone.
+static inline __attribute__((always_inline)) void attend_few(const int n, const float *q, const float *k, const float *v, float *out,
+                                                             int64_t length, int64_t shared, const int64_t size, float scale,
+                                                             const float *mask, int64_t first, int64_t positions, int64_t longest) {
+  float scores[TOGETHER][KEYS];
+  gathered all[TOGETHER];
+  for (int g = 0; g < n; g++) {
     all[g].most = -1e30f;
     all[g].total = 0.0f;
     for (int64_t d = 0; d < size; d++) all[g].sum[d] = 0.0f;
   }
-  int64_t shared = length;  // keys in front that all of these queries see
+  const int64_t whole = mask ? shared - shared % KEYS : shared;
+  for (int64_t start = 0; start < whole; start += KEYS) {
+    const int64_t count = whole - start < KEYS ? whole - start : KEYS;
+    score_keys(n, q, k + start * size, count, scores, size, scale);
+    take(n, all, scores, v + start * size, 0, count, size);
+  }
   if (mask) {
+    score_keys(n, q, k + whole * size, shared - whole, scores, size, scale);
+    for (int g = 0; g < n; g++) {
+      const float *seen = mask + (first + g) % positions * longest;
+      int32_t places[KEYS];
+      int64_t count = 0;
+      for (int64_t t = whole; t < shared; t++) places[count++] = t;
+      for (int64_t t = shared; t < length; t++) {
+        if (seen[t] == -INFINITY) continue;
+        places[count] = t;
+        score(1, 1, q + g * size, k + t * size, scores + g, count, size, scale);
+        scores[g][count++] += seen[t];
+        if (count == KEYS) take(1, all + g, scores + g, v, places, count, size), count = 0;
+      }
+      if (count) take(1, all + g, scores + g, v, places, count, size);
+    }
+  }
+  for (int g = 0; g < n; g++)
+    for (int64_t d = 0; d < size; d++) out[g * size + d] = all[g].sum[d] / all[g].total;
+}
+
+static inline __attribute__((always_inline)) void attend_some(const float *q, const float *k, const float *v, float *out,
+                                                              int64_t length, int64_t queries, const int64_t size, float scale,
+                                                              const float *mask, int64_t first, int64_t positions, int64_t longest) {
+  int64_t shared = length;  // keys in front that all of these queries see
+  if (mask)
     for (int64_t g = 0; g < queries; g++) {
       const float *seen = mask + (first + g) % positions * longest;
       int64_t t = 0;
       while (t < shared && seen[t] == 0.0f) t++;
       shared = t;
     }
-    shared -= shared % KEYS;
-  }
-  for (int64_t start = 0; start < shared; start += KEYS) {
-    const int64_t count = shared - start < KEYS ? shared - start : KEYS;
-    for (int64_t t = 0; t < count; t++)
-      for (int64_t g = 0; g < queries; g++) scores[g][t] = dot(q + g * size, k + (start + t) * size, size) * scale;
-    for (int64_t g = 0; g < queries; g++) take(all + g, scores[g], count, 0, 0, size);
-    for (int64_t t = 0; t < count; t++) {
-      const float *value = v + (start + t) * size;
-      for (int64_t g = 0; g < queries; g++)
-        for (int64_t d = 0; d < size; d++) all[g].sum[d] += scores[g][t] * value[d];
-    }
-  }
-  if (mask)
-    for (int64_t g = 0; g < queries; g++) {
-      const float *seen = mask + (first + g) % positions * longest;
-      int32_t places[KEYS];
-      int64_t count = 0;
-      for (int64_t t = shared; t < length; t++) {
-        if (seen[t] == -INFINITY) continue;
-        places[count] = t;
-        scores[0][count++] = dot(q + g * size, k + t * size, size) * scale + seen[t];
-        if (count == KEYS) take(all + g, scores[0], count, v, places, size), count = 0;
-      }
-      if (count) take(all + g, scores[0], count, v, places, size);
-    }
-  for (int64_t g = 0; g < queries; g++)
-    for (int64_t d = 0; d < size; d++) out[g * size + d] = all[g].sum[d] / all[g].total;
+  int64_t g = 0;
+#define FEW(n) attend_few(n, q + g * size, k, v, out + g * size, length, shared, size, scale, mask, first + g, positions, longest)
+  for (; g + TOGETHER <= queries; g += TOGETHER) FEW(TOGETHER);
+  for (; g < queries; g++) FEW(1);
+#undef FEW
 }
 
 // queries [rows, heads, group, size], keys and values [rows, heads, capacity, size] with the strides given, out like queries; mask,
@@ -136,11 +206,7 @@ void attend_rows(const float *queries, const float *keys, const float *values, f
 #define SOME(count, size) \
   attend_some(queries + at, keys + cached, values + cached, out + at, lengths[r], count, size, scale, m, first, positions, longest)
         // The usual sizes as constants, so that the compiler unrolls their loops.
-        if (size == 64 && count == 3)
-          SOME(3, 64);
-        else if (size == 64 && count == MOST_QUERIES)
-          SOME(MOST_QUERIES, 64);
-        else if (size == 64)
+        if (size == 64)
           SOME(count, 64);
         else if (size == 128)
           SOME(count, 128);

@@ -3,14 +3,15 @@
 A round takes the time of one draft and one verification and brings the accepted tokens and one more. The expected number is the
 sum of the candidates' probabilities (arXiv 2604.12989), the times were measured on this machine (``probe.py``), and the best
 round is the one with the most expected tokens per second (the criterion of CAST, arXiv 2610.00321). The drafter's probabilities
-are corrected by what became of candidates of like probability before.
+are corrected by what became of candidates of like probability before, and the times by how long rounds really took.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,8 +21,12 @@ BIN = 0.5  # nats of log-probability that share one correction
 BINS = 24
 TRUST = 20.0  # outcomes that the drafter's own probability weighs as much as
 LONG_MATCH = 8  # matches of this many tokens and more are one class
-WEIGHT, TRIAL_WEIGHT = 0.08, 0.3  # of a round's outcome in the averages; of one after a pause
-FIRST_PAUSE, LONGEST_PAUSE, TRIALS = 4, 64, 2  # rounds
+NO_COPY, COPY, LONG_COPY = range(3)  # kinds of text: what drafting brings differs where a copy goes along
+PLAIN, COPIED, DRAFTED = range(3)  # kinds of rounds: nothing to verify, copies alone, or a draft with them
+WEIGHT, TRIAL_WEIGHT = 0.08, 0.3  # of a round's outcome in the averages, once there are some; of one after a pause
+FIRST_ROUNDS = 3  # outcomes that what was expected at first weighs as much as
+FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds
+MARGIN = 1.03  # drafting must look better than no drafting by this much: what looks best of several is overestimated
 
 
 @dataclass(frozen=True)
@@ -59,34 +64,37 @@ class Budget:
         costs: of this target and drafter on this machine; None with ``fixed``.
         block_size: slots of the drafter's block, the anchor included.
         fixed: always draft the whole block and verify this many candidates; None: decide by the costs.
+        clock: in seconds, to correct the costs by; None: they are taken as they are.
 
     Attributes:
         most: candidates of the largest tree.
     """
 
-    def __init__(self, costs: Costs | None, block_size: int, fixed: int | None = None):
+    def __init__(self, costs: Costs | None, block_size: int, fixed: int | None = None, clock: Callable[[], float] | None = None):
         assert (costs is None) == (fixed is not None), "a budget is fixed, or decided by costs"
-        self.costs, self.block_size, self.fixed = costs, block_size, fixed
+        self.costs, self.block_size, self.fixed, self._clock = costs, block_size, fixed, clock
         self.most = fixed or MOST
         self._nodes = Rates([math.exp(-BIN * (i + 0.5)) for i in range(BINS)])
         self._copies = Rates([0.9 - 0.7 * 0.75**length for length in range(LONG_MATCH + 1)])
-        # How likely a path reaches each depth, and how many tokens a round verifies: at first hopeful, so that drafting is tried.
-        self._reach = [0.8**depth for depth in range(1, block_size)]
-        self._verified = 8.0
+        self._paces = [Pace(), Pace(), Pace()]
+        self._pause = FIRST_PAUSE
+        self._drafted = [Drafted(chance, block_size) for chance in (0.65, 0.65, 0.8)]
         self.reset(0)
 
     def reset(self, rows: int) -> None:
-        """Begin with ``rows`` other rows; what was learned of drafter and copies stays."""
+        """Begin with ``rows`` other rows; what was learned of drafter and copies stays, but a pause is cut short."""
         self._pending: list[Pending | None] = [None] * rows
-        self._resting, self._pause, self._trials = 0, FIRST_PAUSE, 0
+        self._began: float | None = None
+        self._round: tuple[int, float] | None = None  # the one that runs: its kind and expected seconds
+        self._resting, self._pause = 0, max(FIRST_PAUSE, self._pause // 4)
 
     # ---- what a round looks like
 
     def slots(self, matches: Sequence[int], copied: int) -> int:
         """Slots to draft, the anchor included; 1: nothing, so a plain step unless something can be copied.
 
-        Where no drafted shape beats the plain step, drafting rests; after a pause it gets ``TRIALS`` rounds to show that it pays
-        again, and the next pause is twice as long if it does not.
+        Where no drafted shape beats the plain step, drafting rests; after a pause it gets a round to show that it pays again, and
+        the next pause is twice as long if it does not.
 
         Args:
             matches: for each row, how many tokens its copy matches; 0: no copy.
@@ -94,32 +102,37 @@ class Budget:
         """
         if self.fixed is not None or self.costs is None:
             return self.block_size
-        rows = len(matches)
-        copies = sum(sum(math.exp(x) for x in self._copy_chain(match, copied)) for match in matches if match)
+        rows, kinds = len(matches), [_kind(match) for match in matches]
         best, best_rate = 1, 0.0
         for slots in sorted({self.block_size, (self.block_size + 1) // 2}):
             if slots < 2:
                 continue
-            gain = rows * sum(self._reach[: slots - 1])
-            seconds = self.costs.of_draft(rows * slots) + self.costs.of_verify(round(rows * self._verified))
-            if (rate := (rows + max(gain, copies)) / seconds) > best_rate:
+            gain = sum(self._drafted[kind].gain(slots) for kind in kinds)
+            verified = round(sum(self._drafted[kind].verified for kind in kinds))
+            seconds = self._paces[DRAFTED].of(self.costs.of_draft(rows * slots) + self.costs.of_verify(verified))
+            if (rate := (rows + gain) / seconds) > best_rate:
                 best, best_rate = slots, rate
-        without = (rows + copies) / self.costs.of_verify(rows + (round(copies) * 2 if copies else 0))
-        if best_rate >= without:
-            self._resting, self._pause, self._trials = 0, FIRST_PAUSE, 0
+        if best_rate >= MARGIN * self._rate_without(self.costs, matches, copied):
+            self._resting, self._pause = 0, FIRST_PAUSE
             return best
-        if copies:  # copying alone is better now, which says nothing about drafting elsewhere
+        if LONG_COPY in kinds:  # copying alone is better now, which says nothing about drafting elsewhere
             return 1
         return self._rest()
 
+    def _rate_without(self, costs: Costs, matches: Sequence[int], copied: int) -> float:
+        """Tokens per second of a round that only copies: the best number of the likeliest copied tokens."""
+        rows = len(matches)
+        chains = [math.exp(log) for match in matches if match for log in self._copy_chain(match, copied)]
+        gained = [0.0, *accumulate(sorted(chains, reverse=True))]
+        sizes = {min(rows * (tokens - 1), len(chains)) for tokens, _ in costs.verify}
+        paces = self._paces
+        return max((rows + gained[size]) / paces[COPIED if size else PLAIN].of(costs.of_verify(rows + size)) for size in sizes)
+
     def _rest(self) -> int:
-        if self._trials:
-            self._trials -= 1
-            return self.block_size
         self._resting += 1
         if self._resting <= self._pause:
             return 1
-        self._resting, self._pause, self._trials = 0, min(2 * self._pause, LONGEST_PAUSE), TRIALS - 1
+        self._resting, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
         return self.block_size
 
     def copy_logs(self, matches: Sequence[int], copied: int) -> Tensor:
@@ -158,12 +171,24 @@ class Budget:
 
     # ---- what became of it
 
+    def begin(self) -> None:
+        """A round begins: its draft and its verification are timed together."""
+        self._began = self._clock() if self._clock is not None else None
+
     def proposed(self, pending: Sequence["Pending"]) -> None:
         """Remember what the rows ``0, 1, ...`` are about to verify."""
         self._pending[: len(pending)] = pending
+        if self.costs is not None:
+            slots, candidates = (max(found) for found in zip(*((p.slots, len(p.tokens)) for p in pending), strict=True))
+            rows, kind = len(pending), DRAFTED if slots > 1 else COPIED if candidates else PLAIN
+            self._round = kind, self.costs.of_draft(rows * slots) + self.costs.of_verify(rows * (candidates + 1))
 
     def learn(self, row: int, committed: Sequence[Sequence[int]]) -> None:
-        """Take in the tokens that stood: for rows ``row, row + 1, ...`` the anchor and the accepted ones."""
+        """A round has ended: take in the tokens that stood, for rows ``row, row + 1, ...`` the anchor and the accepted ones."""
+        if self._began is not None and self._round is not None and self._clock is not None:
+            kind, expected = self._round
+            self._paces[kind].add((self._clock() - self._began) / expected)
+        self._began = self._round = None
         for i, tokens in enumerate(committed, row):
             pending, self._pending[i] = self._pending[i], None
             if pending is None:  # a prompt
@@ -171,10 +196,8 @@ class Budget:
             self._learn_nodes(pending, tokens[1:])
             self._learn_copy(pending, tokens[1:])
             if pending.slots > 1:
-                weight = TRIAL_WEIGHT if self._pause > FIRST_PAUSE else WEIGHT
-                for depth in range(pending.slots - 1):
-                    self._reach[depth] += weight * ((len(tokens) - 1 > depth) - self._reach[depth])
-                self._verified += weight * (len(pending.tokens) + 1 - self._verified)
+                least = TRIAL_WEIGHT if self._pause > FIRST_PAUSE else WEIGHT
+                self._drafted[_kind(pending.match)].add(pending.slots, len(pending.tokens), len(tokens) - 1, least)
 
     def _learn_nodes(self, pending: "Pending", accepted: Sequence[int]) -> None:
         path, node = set(), 0
@@ -198,6 +221,7 @@ class Budget:
 
     def forget(self, row: int) -> None:
         """What the row was about to verify never ran to its end."""
+        self._began = self._round = None
         if row < len(self._pending):
             self._pending[row] = None
 
@@ -220,6 +244,55 @@ class Pending:
     def children(self) -> dict[tuple[int, int], int]:
         """The node that a node and a token lead to."""
         return {edge: node for node, edge in enumerate(zip(self.parents, self.tokens, strict=True), 1)}
+
+
+class Drafted:
+    """What rounds of one kind brought lately when they were drafted.
+
+    Args:
+        chance: that a path goes on from each depth, as expected at first: hopeful, so that drafting is tried.
+
+    Attributes:
+        verified: tokens of the verification, the anchor included.
+    """
+
+    def __init__(self, chance: float, block_size: int):
+        self._reach = [chance**depth for depth in range(1, block_size)]  # how likely a path comes to each depth
+        self._beyond = 0.0  # copied tokens that stood behind the block
+        self.verified, self._outcomes = 8.0, FIRST_ROUNDS
+
+    def gain(self, slots: int) -> float:
+        """Expected accepted tokens with so many slots drafted."""
+        return sum(self._reach[: slots - 1]) + self._beyond
+
+    def add(self, slots: int, candidates: int, accepted: int, least: float) -> None:
+        """Take in a round; ``least``: its weight in the averages once there are many."""
+        self._outcomes += 1
+        weight = max(least, 1 / self._outcomes)
+        for depth in range(slots - 1):
+            self._reach[depth] += weight * ((accepted > depth) - self._reach[depth])
+        self._beyond += weight * (max(0, accepted - len(self._reach)) - self._beyond)
+        self.verified += weight * (candidates + 1 - self.verified)
+
+
+class Pace:
+    """How much longer rounds of a kind take than their costs say."""
+
+    def __init__(self) -> None:
+        self._ratio, self._outcomes = 1.0, FIRST_ROUNDS
+
+    def of(self, seconds: float) -> float:
+        return seconds * self._ratio
+
+    def add(self, ratio: float) -> None:
+        """Take in a round. One that was held up says little of the next."""
+        self._outcomes += 1
+        bounded = min(max(ratio, 0.5 * self._ratio), 2.0 * self._ratio)
+        self._ratio += max(WEIGHT, 1 / self._outcomes) * (bounded - self._ratio)
+
+
+def _kind(match: int) -> int:
+    return NO_COPY if not match else LONG_COPY if match >= LONG_MATCH else COPY
 
 
 class Rates:

@@ -1,5 +1,6 @@
 """What a user calls: generate answers, or stream one."""
 
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -191,7 +192,7 @@ def with_tree(
     if isinstance(tree, int):
         return TreeDrafter(drafter, Budget(None, slots, tree))
     if slots not in _budgets.setdefault(drafter, {}):
-        _budgets[drafter][slots] = Budget(costs_of(target, drafter), slots)
+        _budgets[drafter][slots] = Budget(costs_of(target, drafter), slots, clock=time.perf_counter)
     return TreeDrafter(drafter, _budgets[drafter][slots])
 
 

@@ -4,15 +4,16 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
 import torch
 
-from blockdraft.budget import MOST, Costs
+from blockdraft.budget import MOST, Budget, Costs
+from blockdraft.cache import KVCache
 from blockdraft.drafters.dflash import DFlashDrafter
-from blockdraft.drafters.tree import grow
+from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.kernels import kernel_digest, processor
 from blockdraft.proposal import Proposal
 from blockdraft.store import store_folder, write_whole
@@ -21,15 +22,22 @@ from blockdraft.target import Target
 CONTEXT = 256  # tokens in the cache while measuring
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST + 1)  # tokens of a verification, the anchor included
 REPEATS = 4
-FORMAT = 2  # changes when what is measured does
+CHANGED = 1.5  # times as long or short as it was
+OBSERVED = 2  # tokens that a drafter takes in before a draft
+FORMAT = 4  # changes when what is measured does
 
 
 def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
-    """The pair's costs: from the store, or measured now, which takes seconds, said on stderr."""
+    """The pair's costs: from the store, or measured now, which takes seconds, said on stderr.
+
+    What the store says is believed if a plain step takes about as long now: it may have been measured on a busy machine.
+    """
     place = store_folder() / "costs" / f"{_key(target, drafter)}.json"
     try:
         found = json.loads(place.read_text())
-        return Costs(*(tuple((int(tokens), float(seconds)) for tokens, seconds in found[name]) for name in ("verify", "draft")))
+        kept = Costs(*(tuple((int(tokens), float(seconds)) for tokens, seconds in found[name]) for name in ("verify", "draft")))
+        if _still_true(kept, target):
+            return kept
     except (OSError, ValueError, KeyError, TypeError):
         pass
     began = time.perf_counter()
@@ -44,43 +52,57 @@ def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
     return costs
 
 
+def _still_true(costs: Costs, target: Target) -> bool:
+    cache, token = target.new_cache(1, REPEATS + 1), torch.zeros(1, dtype=torch.long, device=target.device)
+    now = _seconds(lambda: target.step(cache, token).max(dim=-1).indices.tolist())
+    return costs.of_verify(1) / CHANGED < now < costs.of_verify(1) * CHANGED
+
+
 def measure(target: Target, drafter: DFlashDrafter) -> Costs:
     """Measure a pair, one row of ``CONTEXT`` tokens, or fewer where the target's context is short."""
     context = min(CONTEXT, target.context - MOST - 1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, target.vocab_size, (context,), generator=generator).tolist()
     cache = target.new_cache(1, context + MOST + 1)
-    drafter.reset(1, context + MOST + 1)
+    tree = TreeDrafter(drafter, Budget(None, drafter.block_size, MOST))
+    tree.reset(1, context + MOST + 1)
+    observed = None
     for _, features in target.prefill(cache, 0, ids, drafter.taps):
         assert features is not None
-        tokens = torch.tensor([ids[: features.shape[1]]], device=target.device)
-        drafter.observe(0, tokens, features, [tokens.shape[1]])
+        start, observed = cache.lengths[0] - features.shape[1], features[:, :OBSERVED]
+        tree.observe(0, torch.tensor([ids[start : cache.lengths[0]]], device=target.device), features, [features.shape[1]])
+    assert observed is not None
     anchors = torch.tensor(ids[:1], device=target.device)
-    verify = [(size, _seconds(partial(_verified, target, cache, anchors, size, drafter))) for size in SIZES]
+    verified = partial(_verified, target, cache, anchors, drafter.taps)
+    verify = [(size, _seconds(partial(verified, size))) for size in SIZES]
     slots = sorted({2, (drafter.block_size + 1) // 2, drafter.block_size} - {0, 1})
-    draft = [(count, _seconds(partial(_drafted, drafter, anchors, count))) for count in slots]
+    # A draft finds the caches of the processor full of the target's weights.
+    draft = [(count, _seconds(partial(_drafted, tree, anchors, observed, count), partial(verified, 1))) for count in slots]
     return Costs(_rising(verify), _rising(draft))
 
 
-def _verified(target: Target, cache: object, anchors: torch.Tensor, size: int, drafter: DFlashDrafter) -> None:
+def _verified(target: Target, cache: KVCache, anchors: torch.Tensor, taps: Sequence[int], size: int) -> None:
     device = target.device
     parents = torch.arange(size - 1, device=device)[None]
     proposal = Proposal(torch.arange(size - 1, device=device)[None] % target.vocab_size, [size], parents if size > 1 else None)
-    logits, _ = target.verify(cache, anchors, proposal, drafter.taps)  # type: ignore[arg-type]
+    logits, _ = target.verify(cache, anchors, proposal, taps)
     logits.max(dim=-1).indices.tolist()
 
 
-def _drafted(drafter: DFlashDrafter, anchors: torch.Tensor, slots: int) -> None:
-    logs, words = drafter.likely(anchors, [slots], MOST)
-    copies = words.new_empty(1, 0)
-    grow(logs, words, copies, logs.new_empty(1, 0), MOST)[2].tolist()
+def _drafted(tree: TreeDrafter, anchors: torch.Tensor, observed: torch.Tensor, slots: int) -> None:
+    """Everything that a round with a draft does, and one without does not."""
+    tree.observe(0, anchors[None].expand(-1, observed.shape[1]), observed, [observed.shape[1]])
+    tree.propose(anchors, [slots], None)
+    tree.truncate(0, len(tree.histories[0].tokens) - observed.shape[1])
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def _seconds(work: Callable[[], object], before: Callable[[], None] | None = None) -> float:
     """The fastest of a few: what else runs on the machine only ever adds time."""
     work()
     times = []
     for _ in range(REPEATS):
+        if before is not None:
+            before()
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)

@@ -23,6 +23,8 @@ from blockdraft.plain import PlainLayer, PlainLayers, fits, plain_layer
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import best
 
+UNREAD = 32  # most tokens of a row whose features wait for a draft; a tree leaves that much room behind a row
+
 
 @dataclass(frozen=True)
 class DFlashConfig:
@@ -227,6 +229,7 @@ class DFlashDrafter:
         weight = network.fc.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.packed_bytes, self.shortlist, self.forwards = packed_bytes, shortlist, 0
+        self._unread: list[tuple[Tensor, Sequence[int]]] = []  # features of the first rows that no draft has needed yet
         self._plain = self._plain_layers() if packed_bytes else None
 
     def _plain_layers(self) -> PlainLayers | None:
@@ -249,11 +252,35 @@ class DFlashDrafter:
 
     def reset(self, rows: int, capacity: int) -> None:
         self.cache = KVCache(rows, capacity, self.dtype, self.device)
+        self._unread = []
 
     def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
+        """Features of a few tokens wait until a draft needs them: several rounds without one share a pass over them."""
         assert features is not None
+        waiting = sum(max(counted) for _, counted in self._unread)
+        others = bool(self._unread) and len(self._unread[0][1]) != len(counts)
+        if row or others or waiting + max(counts) > UNREAD:
+            self._read()
+        if row or max(counts) > UNREAD:
+            self._inject(row, features, counts)
+        else:
+            self._unread.append((features, counts))
+
+    def _read(self) -> None:
+        """Take in the features that wait."""
+        unread, self._unread = self._unread, []
+        if len(unread) == 1:
+            self._inject(0, *unread[0])
+        elif unread:
+            rows = range(len(unread[0][1]))
+            joined = [torch.cat([features[i, : counts[i]] for features, counts in unread]) for i in rows]
+            self._inject(0, nn.utils.rnn.pad_sequence(joined, batch_first=True), [len(row) for row in joined])
+
+    def _inject(self, row: int, features: Tensor, counts: Sequence[int]) -> None:
+        """Context keys and values of the rows ``row, row + 1, ...``; features ``[rows, most, taps * hidden]``."""
         with torch.inference_mode():
-            span = self.cache.open(row, self.cache.positions_behind(row, *tokens.shape))
+            features = features[:, : max(counts)]
+            span = self.cache.open(row, self.cache.positions_behind(row, *features.shape[:2]))
             fused = self.network.fuse(features.to(self.dtype))
             for layer, (keys, values) in enumerate(self.network.inject(fused, span.positions)):
                 self.cache.update(keys, values, layer)
@@ -289,6 +316,7 @@ class DFlashDrafter:
     def logits(self, anchors: Tensor, widths: Sequence[int]) -> Tensor:
         """Draft logits ``[rows, slots - 1, words]`` of the slots behind the anchor, over the shortlist if there is one."""
         self.forwards += 1
+        self._read()
         slots = max(widths)
         ids = anchors.new_full((len(anchors), slots), self.config.mask_token_id)
         ids[:, 0] = anchors
@@ -331,7 +359,9 @@ class DFlashDrafter:
         return weights + self.packed_bytes + words + self.cache.bytes()
 
     def truncate(self, row: int, length: int) -> None:
+        self._read()
         self.cache.truncate(row, length)
 
     def move(self, source: int, target: int) -> None:
+        self._read()
         self.cache.move(source, target)
