@@ -150,7 +150,13 @@ def test_a_run_interleaves_and_takes_both_turns(pair):
     methods = [Spy("ar", target, None), Spy("dflash", target, drafter)]
     turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "c"}]]
     task = Task("t", "here", [turns, turns[:1], turns])
-    results = runner.run(target, [task], methods, SamplingParams(max_new_tokens=6), 1, 2, 0, lambda done: None)
+    results = []
+    kept = []
+    runner.run(
+        *(target, [task], methods, SamplingParams(max_new_tokens=6), 1, 2, 0),
+        *(lambda done: None, results, lambda: kept.append(len(results))),
+    )
+    assert kept == [2], "a task's results are kept as soon as it is done"
     assert [r["method"] for r in results] == ["ar", "dflash"]
     assert all(set(r) == FIELDS and r["prompts"] == 5 for r in results)
     measured = calls[2:]
@@ -180,6 +186,36 @@ def test_command_writes_json_and_one_html_file(pair, tiny_folder, tmp_path, caps
     text = report.read_text()
     assert text.count("data:image/png;base64,") == 4
     assert "http" not in text.replace("https://", "http")
+
+
+def test_an_interrupted_run_goes_on_with_the_next_task(pair, tiny_folder, tmp_path, capsys, monkeypatch):
+    """Finished tasks are neither lost nor measured again; a run of another kind begins anew."""
+    out = tmp_path / "r.json"
+    arguments = ["bench", "--target", str(tiny_folder), "--dtype", "float32", "--tasks", "own", "--limit", "3"]
+    arguments += ["--max-new-tokens", "4", "--methods", "ar,lookup", "--json", "--out", str(out)]
+    real, seen = runner.summarise, []
+
+    def summarise(target, task, *rest):
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(task.name)
+        return real(target, task, *rest)
+
+    monkeypatch.setattr(runner, "summarise", summarise)
+    assert main(arguments) != 0
+    broken = json.loads(out.read_text())
+    assert broken["complete"] is False and [r["task"] for r in broken["results"]] == [seen[0]] * 2 + [seen[1]] * 2
+    capsys.readouterr()
+    seen.clear()
+    monkeypatch.setattr(runner, "summarise", lambda target, task, *rest: seen.append(task.name) or real(target, task, *rest))
+    assert main(arguments) == 0
+    assert f"was interrupted; going on behind {broken['results'][0]['task']}" in capsys.readouterr().err
+    whole = json.loads(out.read_text())
+    assert whole["complete"] is True and whole["results"][:4] == broken["results"] and len(seen) == 1
+    seen.clear()
+    out.write_text(json.dumps(broken))
+    assert main([*arguments, "--max-new-tokens", "3"]) == 0
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize(

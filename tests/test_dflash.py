@@ -225,6 +225,23 @@ def test_narrow_rows_do_not_see_padding(llama, sequence):
     torch.testing.assert_close(both[1, :2], alone.logits(torch.tensor([6]), [3])[0], atol=1e-5, rtol=1e-5)
 
 
+def test_features_may_wait_for_a_draft(llama, sequence):
+    """Rounds without a draft leave their features for the next one: the drafts are those of features taken in at once."""
+    ids, features = sequence
+    ids, features = ids[:40], features[:, :40]
+    waiting, eager = random_drafter(llama), random_drafter(llama)
+    for drafter in (waiting, eager):
+        drafter.reset(2, 64)
+        drafter.observe(0, ids[None, :5].expand(2, -1), features[:, :5].expand(2, -1, -1), [5, 3])
+    for start, counts in ((5, [1, 2]), (7, [3, 1]), (10, [1, 1])):
+        chunk = features[:, start : start + max(counts)].expand(2, -1, -1)
+        for drafter in (waiting, eager):
+            drafter.observe(0, ids[None, start : start + max(counts)].expand(2, -1), chunk, counts)
+        eager.logits(ids[:2], [8, 8])
+    torch.testing.assert_close(waiting.logits(ids[20:22], [8, 8]), eager.logits(ids[20:22], [8, 8]), atol=1e-5, rtol=1e-5)
+    assert waiting.cache.lengths == eager.cache.lengths == [10, 7]
+
+
 def test_features_of_padding_are_forgotten(llama, sequence):
     """Ragged observations: rows beyond their counts leave no trace."""
     ids, features = sequence

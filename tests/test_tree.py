@@ -1,6 +1,7 @@
 """Draft trees: the best prefixes, copies among them, a budget by cost, and output that no shape can change."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from blockdraft.drafters.lookup import History, LookupDrafter
 from blockdraft.drafters.tree import TreeDrafter, grow
 from blockdraft.errors import UsageError
 from blockdraft.generation import with_tree
+from blockdraft.probe import costs_of
 from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
@@ -281,6 +283,40 @@ def test_probabilities_are_corrected_by_outcomes():
     assert budget._nodes.of(1) > 0.8
 
 
+def test_costs_are_corrected_by_the_time_that_rounds_take():
+    """Verifying is dearer than measured: what looked best stops being chosen. One round that was held up changes little."""
+    costs = Costs(verify=((1, 1.0), (8, 1.2)), draft=((2, 0.1), (8, 0.1)))
+    now = [0.0]
+    budget = Budget(costs, 8, clock=lambda: now[0])
+
+    def play(drafted, plain, rounds):
+        chosen = []
+        for _ in range(rounds):
+            budget.begin()
+            slots = budget.slots([0], 0)
+            chosen.append(slots)
+            budget.proposed(
+                [Pending([5, 6] if slots > 1 else [], [0, 1] if slots > 1 else [], [-0.5, -1.0][: slots > 1 and 2], slots, [], 0)]
+            )
+            now[0] += drafted if slots > 1 else plain
+            budget.learn(0, [[4, 5] if slots > 1 else [4]])
+        return chosen
+
+    budget.reset(1)
+    assert set(play(1.3, 1.0, 100)) <= {4, 8}, "two tokens for 1.3 steps"
+    play(60.0, 1.0, 1)
+    assert play(1.3, 1.0, 60).count(1) < 20
+    assert play(2.6, 1.0, 200)[100:].count(1) > 90
+
+
+def test_copies_win_without_drafts_where_they_are_long():
+    """A long copy that stands costs no draft: it is verified alone. A short one is no reason not to draft."""
+    costs = Costs(verify=((1, 1.0), (8, 1.3), (16, 1.6)), draft=((2, 0.4), (8, 0.4)))
+    assert Budget(costs, 8).slots([8], 16) == 1
+    assert Budget(costs, 8).slots([0], 0) > 1
+    assert Budget(costs, 8).slots([2], 16) > 1
+
+
 def test_drafting_rests_where_it_never_pays_and_comes_back(llama, reference, prompts):
     prompt = prompts[0]
     right = {tuple(prompt): tiny.greedy(reference, prompt, 200)}
@@ -344,6 +380,18 @@ def test_what_was_learned_about_a_drafter_stays(llama):
     assert with_tree(llama, drafter).budget is with_tree(llama, drafter).budget
     assert with_tree(llama, drafter).budget is not with_tree(llama, drafter, "auto", 4).budget
     assert with_tree(llama, drafter).budget is not with_tree(llama, random_drafter(llama)).budget
+
+
+def test_costs_of_a_busy_machine_are_not_believed_later(llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    drafter = random_drafter(llama)
+    first = costs_of(llama, drafter)
+    assert costs_of(llama, drafter) == first or first.of_verify(1) < 1e-3, "a tiny target's steps may differ that much"
+    [place] = (tmp_path / "costs").iterdir()
+    kept = json.loads(place.read_text())
+    kept["verify"] = [[tokens, 100 * seconds] for tokens, seconds in kept["verify"]]
+    place.write_text(json.dumps(kept))
+    assert costs_of(llama, drafter).of_verify(1) < 50 * first.of_verify(1)
 
 
 def test_a_large_tree_fits(llama, prompts):

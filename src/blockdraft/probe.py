@@ -91,9 +91,10 @@ def _verified(target: Target, cache: KVCache, anchors: torch.Tensor, taps: Seque
 
 def _drafted(tree: TreeDrafter, anchors: torch.Tensor, observed: torch.Tensor, slots: int) -> None:
     """Everything that a round with a draft does, and one without does not."""
-    tree.observe(0, anchors[None].expand(-1, observed.shape[1]), observed, [observed.shape[1]])
+    drafter, length = tree.drafter, len(tree.histories[0].tokens)
+    drafter.observe(0, anchors[None].expand(-1, observed.shape[1]), observed, [observed.shape[1]])
     tree.propose(anchors, [slots], None)
-    tree.truncate(0, len(tree.histories[0].tokens) - observed.shape[1])
+    drafter.truncate(0, length)
 
 
 def _seconds(work: Callable[[], object], before: Callable[[], None] | None = None) -> float:

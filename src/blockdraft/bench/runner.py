@@ -52,20 +52,28 @@ def run(
     repeats: int,
     seed: int,
     note: Callable[[int], None],
-) -> list[dict[str, Any]]:
-    """Measure; one result per task and method, as in the JSON.
+    results: list[dict[str, Any]],
+    keep: Callable[[], None],
+) -> None:
+    """Measure: one result per task and method, as in the JSON.
 
     Args:
         note: called with the number of answers so far.
+        results: of the tasks that are done; those of the others are added, task by task.
+        keep: called when a task's results are in.
 
     Raises:
         UsageError, BlockdraftError: from a method.
     """
-    order = random.Random(seed)
+    finished = {result["task"] for result in results}
+    tasks = [task for task in tasks if task.name not in finished]
+    if not tasks:
+        return
     for method in methods:  # first calls create kernels, and measure costs: keep them out
         _warm_up(target, method, tasks, params, batch)
-    results, done = [], 0
+    done = 0
     for task in tasks:
+        order = random.Random(f"{seed}/{task.name}")  # the same one whether the run was interrupted or not
         measured = {method.name: Measured() for method in methods}
         for group in _groups(task.conversations, batch):
             # Each method goes on with its own answers; lossless ones have the same.
@@ -91,7 +99,7 @@ def run(
                     for place, i in enumerate(rows):
                         histories[name][i].append({"role": "assistant", "content": answers[place][0].text})
         results += summarise(target, task, methods, measured, seed)
-    return results
+        keep()
 
 
 def _room(target: Target, histories: list[list[dict[str, str]]], task: str) -> bool:

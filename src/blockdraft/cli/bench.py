@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blockdraft.cli import options
 from blockdraft.errors import UsageError
@@ -65,12 +65,11 @@ def run(args: argparse.Namespace) -> int:
     methods = [make_method(name, target, drafter, args.target) for name in names]
     seed = args.seed if args.temperature > 0 else None
     params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=seed)
-    total = len(methods) * args.repeats * sum(len(turns) for task in tasks for turns in task.conversations)
-    with Progress("Measuring", total, unit="answers") as progress:
-        results = runner.run(target, tasks, methods, params, args.batch, args.repeats, args.seed, progress.update)
     settings = {
         "target": target.name,
         "drafter": drafter.name if drafter is not None else None,
+        "tasks": ",".join(f"{task.name}:{len(task.conversations)}" for task in tasks),
+        "methods": ",".join(names),
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
         "exact": args.exact,
@@ -79,8 +78,43 @@ def run(args: argparse.Namespace) -> int:
         "limit": args.limit,
         "seed": args.seed,
     }
-    _write({"environment": runner.environment(target), "settings": settings, "results": results}, args)
+    document: dict[str, Any] = {"environment": runner.environment(target), "settings": settings, "complete": False, "results": []}
+    results = document["results"] = _begun(args.out, document)
+    finished = {result["task"] for result in results}
+    answers = {task.name: len(methods) * args.repeats * sum(map(len, task.conversations)) for task in tasks}
+    before = sum(answers[name] for name in finished)
+    with Progress("Measuring", sum(answers.values()), unit="answers") as progress:
+        runner.run(
+            *(target, tasks, methods, params, args.batch, args.repeats, args.seed),
+            note=lambda done: progress.update(before + done),
+            results=results,
+            keep=lambda: _keep(document, args.out),
+        )
+    document["complete"] = True
+    _write(document, args)
     return 0
+
+
+def _begun(out: Path | None, document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of an interrupted run of the same kind: its finished tasks need not be measured again."""
+    try:
+        found = json.loads(out.read_text()) if out is not None else {}
+        same = found["complete"] is False and all(found[key] == document[key] for key in ("environment", "settings"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if not same:
+        return []
+    done = list(dict.fromkeys(result["task"] for result in found["results"]))
+    if done:
+        print(f"blockdraft: {out} was interrupted; going on behind {', '.join(done)}", file=sys.stderr)
+    return found["results"]
+
+
+def _keep(document: dict[str, Any], out: Path | None) -> None:
+    from blockdraft.store import write_whole
+
+    if out is not None:
+        write_whole(out, lambda path: path.write_text(json.dumps(document, indent=1) + "\n"))
 
 
 def _names(text: str) -> list[str]:
@@ -111,19 +145,16 @@ def _tasks(args: argparse.Namespace) -> "list[Task]":
         return read_tasks(["own"], None, args.limit)
 
 
-def _write(document: dict[str, object], args: argparse.Namespace) -> None:
+def _write(document: dict[str, Any], args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from blockdraft.bench import report
-    from blockdraft.store import write_whole
 
     if args.json:
         print(json.dumps(document))
     else:
         console = Console(width=None if sys.stdout.isatty() else 150)
-        console.print(report.table(document["results"]))  # type: ignore[arg-type]
-    if args.out is not None:
-        out: Path = args.out
-        write_whole(out, lambda path: path.write_text(json.dumps(document, indent=1) + "\n"))
+        console.print(report.table(document["results"]))
+    _keep(document, args.out)
     if args.html is not None:
         report.write_html(document, args.html)
