@@ -295,9 +295,8 @@ def test_costs_are_corrected_by_the_time_that_rounds_take():
             budget.begin()
             slots = budget.slots([0], 0)
             chosen.append(slots)
-            budget.proposed(
-                [Pending([5, 6] if slots > 1 else [], [0, 1] if slots > 1 else [], [-0.5, -1.0][: slots > 1 and 2], slots, [], 0)]
-            )
+            tree = ([5, 6], [0, 1], [-0.5, -1.0]) if slots > 1 else ([], [], [])
+            budget.proposed([Pending(*tree, slots, [], 0)])
             now[0] += drafted if slots > 1 else plain
             budget.learn(0, [[4, 5] if slots > 1 else [4]])
         return chosen
@@ -310,11 +309,10 @@ def test_costs_are_corrected_by_the_time_that_rounds_take():
 
 
 def test_copies_win_without_drafts_where_they_are_long():
-    """A long copy that stands costs no draft: it is verified alone. A short one is no reason not to draft."""
+    """A long copy that stands needs no draft: it is verified alone."""
     costs = Costs(verify=((1, 1.0), (8, 1.3), (16, 1.6)), draft=((2, 0.4), (8, 0.4)))
     assert Budget(costs, 8).slots([8], 16) == 1
     assert Budget(costs, 8).slots([0], 0) > 1
-    assert Budget(costs, 8).slots([2], 16) > 1
 
 
 def test_drafting_rests_where_it_never_pays_and_comes_back(llama, reference, prompts):
