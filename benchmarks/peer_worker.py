@@ -15,8 +15,8 @@ def ours(method, options):
     from blockdraft.sampling import SamplingParams
 
     target = load_target(options["name"], options["dtype"])
-    drafter = None if method in ("ar", "hf") else load_drafter(options["drafter"], target)
-    made = make_method(method, target, drafter, options["name"])
+    drafters = [] if method in ("ar", "hf") else [load_drafter(options["drafter"], target)]
+    made = make_method(method, target, drafters, options["name"])
 
     def answer(ids, tokens):
         found = made.answer([ids], SamplingParams(max_new_tokens=tokens))[0]
@@ -54,6 +54,8 @@ def vllm(method, options):
     extra = {}
     if method == "vllm-dflash":
         slots = json.loads(Path(options["drafter"], "config.json").read_text())["block_size"] - 1
+        # Compiling the drafter for a CPU was not done after four minutes, with the compiler's own errors in between.
+        extra["enforce_eager"] = True
         extra["speculative_config"] = {"method": "dflash", "model": options["drafter"], "num_speculative_tokens": slots}
     engine = LLM(options["target"], dtype=options["dtype"], max_model_len=2048, max_num_seqs=1, disable_log_stats=False, **extra)
 

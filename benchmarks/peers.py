@@ -4,14 +4,15 @@
                                [--out RESULT.json]
 
 Each peer is a process of its own that loads the weights once, in a virtual environment of its own where it needs one (made below
---environments, kept). Prompts go round one at a time, to every peer in random order, while the others wait: all are timed by the
-same clock, from the prompt's ids to the last token. The first prompt of each is a warm-up. Greedy, one prompt at a time.
+--environments, kept). Prompts go round one at a time, to every peer in random order, while the others are held (some would poll for
+work): all are timed by the same clock, from the prompt's ids to the last token. The first prompt of each is a warm-up. Greedy.
 """
 
 import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -64,22 +65,35 @@ class Worker:
         self.method = method
         command = [python, str(HERE / "peer_worker.py"), method, json.dumps(options)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,  # with its own workers: they are held and let go together
         )
         self._read()
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
 
     def _read(self) -> dict:
         for line in self._process.stdout:
             if line.startswith("{"):  # what libraries print to stdout is none of ours
                 return json.loads(line)
-        raise SystemExit(f"{self.method} ended with status {self._process.wait()}")
+        raise ChildProcessError(f"{self.method} ended with status {self._process.wait()}; what it said is above")
 
     def answer(self, ids: list[int], tokens: int) -> dict:
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps({"ids": ids, "tokens": tokens}) + "\n")
         self._process.stdin.flush()
-        return self._read()
+        found = self._read()
+        self._signal(signal.SIGSTOP)
+        return found
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         self._process.wait()
 
@@ -109,7 +123,11 @@ def main() -> None:
     workers = []
     for peer in args.peers.split(","):
         python = python_for(peer, args.environments)
-        workers += [Worker(peer, method, python, options) for method in METHODS[peer]]
+        for method in METHODS[peer]:
+            try:
+                workers.append(Worker(peer, method, python, options))
+            except ChildProcessError as error:
+                print(json.dumps({"method": method, "failed": str(error)}), flush=True)
     for worker in workers:
         worker.answer(prompts[0], 16)
     order, found = random.Random(0), {worker.method: [] for worker in workers}

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
+from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, default_taps
 from blockdraft.proposal import Proposal
 from blockdraft.target import Target
 
@@ -124,3 +125,28 @@ def random_drafter(target: Target, seed: int = 0, **changes: object) -> DFlashDr
             else:
                 parameter.uniform_(0.5, 1.5)
     return DFlashDrafter(network.to(target.dtype).requires_grad_(False), target.embed, target.head, name="random")
+
+
+def random_eagle3(target: Target, words: int = 40, candidates: int | None = None, seed: int = 0) -> Eagle3Drafter:
+    """A small EAGLE-3 drafter for a tiny target, over some of its words."""
+    torch.manual_seed(seed)
+    backbone = LlamaConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=target.embedding.num_embeddings,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    config = Eagle3Config(backbone, words, target.embedding.num_embeddings, default_taps(len(target.layers)))
+    network = Eagle3(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+        ids = torch.randperm(config.vocabulary)[:words].sort().values
+        network.d2t.copy_(ids - torch.arange(words))
+        network.t2d.fill_(False)[ids] = True
+    return Eagle3Drafter(network.to(target.dtype).requires_grad_(False), target.embed, "random", candidates=candidates)

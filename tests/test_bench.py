@@ -107,7 +107,7 @@ def test_every_method_answers_alike(pair, tiny_folder):
     prompts = [tiny.prompt(length, length) for length in (9, 4)]
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     names = ["ar", "dflash", "dflash-tree", "dflash-tree:9", "lookup", "hf", "hf-dflash"]
-    methods = {name: make_method(name, target, drafter, str(tiny_folder)) for name in names}
+    methods = {name: make_method(name, target, [drafter], str(tiny_folder)) for name in names}
     expected = [methods["ar"].answer([prompt], params)[0].ids for prompt in prompts]
     for name, method in methods.items():
         found = [method.answer([prompt], params)[0] for prompt in prompts]

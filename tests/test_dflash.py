@@ -204,9 +204,10 @@ def test_a_shortlist_file_is_checked(tmp_path):
     write_shortlist([3, 3], tmp_path)
     with pytest.raises(UsageError, match="different ids"):
         read_shortlist(tmp_path, 9)
-    (tmp_path / "shortlist.safetensors").write_bytes(b"x")
-    with pytest.raises(UsageError, match="damaged or no shortlist"):
-        read_shortlist(tmp_path, 9)
+    for damaged in ("x", "{}", '{"ids": 3}', '{"ids": [1.5, "a"]}', '{"ids": [99999999999999999999]}', "[]"):
+        (tmp_path / "shortlist.json").write_text(damaged)
+        with pytest.raises(UsageError, match="damaged or no shortlist"):
+            read_shortlist(tmp_path, 9)
     write_shortlist([], tmp_path)
     assert read_shortlist(tmp_path, 9) is None
 

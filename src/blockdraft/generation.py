@@ -10,6 +10,7 @@ from blockdraft.budget import MOST, Budget
 from blockdraft.decode import decode
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.eagle3 import Eagle3Drafter
 from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.errors import UsageError
 from blockdraft.probe import costs_of
@@ -18,6 +19,7 @@ from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
 
+TREE_UNDER_REJECTION = "a tree's candidates are chosen, not drawn: the rejection rule needs tree off (or acceptance match)"
 MOST_CANDIDATES = 1024  # of a fixed tree, as in DDTree's experiments
 # What has been learned about each drafter, by slots of a block: the next answer begins with it.
 _budgets: WeakKeyDictionary[DFlashDrafter, dict[int, Budget]] = WeakKeyDictionary()
@@ -38,7 +40,7 @@ class Completion:
         tokens_per_second: after the first token; time between passes (a slow reader of the stream) does not count.
         time_to_first_token_s: the pass over the prompt.
         finish_reason: "stop", "length" or "interrupted".
-        method: what ran: "ar", "dflash" (a chain), "dflash-tree" or "lookup".
+        method: what ran: "ar", "dflash" (a chain), "dflash-tree", "lookup", "eagle3" (a chain) or "eagle3-tree".
         drafter: its name, or None.
         seed: of the noise; None for greedy decoding.
     """
@@ -161,11 +163,12 @@ def completion(request: Request, target: Target, drafter: Drafter | None) -> Com
 def with_tree(
     target: Target, drafter: Drafter | None, tree: int | str = "auto", block_size: int | None = None, acceptance: str = "match"
 ) -> Drafter | None:
-    """A DFlash drafter that proposes trees; any other drafter as it is.
+    """A drafter that proposes trees, if it can and shall; else as it is.
 
     Args:
-        tree: "auto": as many slots and candidates in each round as pay, with copies of earlier text among them, measured once per
-            machine and pair; a number: always the whole block and so many candidates; "off": a chain.
+        tree: for DFlash, "auto": as many slots and candidates in each round as pay, with copies of earlier text among them,
+            measured once per machine and pair; a number: always the whole block and so many candidates; "off": a chain. For
+            EAGLE-3 a number is its dynamic tree of so many candidates, anything else a chain.
         block_size: other than the drafter's own.
         acceptance: under "rejection" the candidates must be drawn, which a chain does: "auto" is a chain there.
 
@@ -174,16 +177,20 @@ def with_tree(
     """
     if tree not in ("auto", "off") and (not isinstance(tree, int) or not 1 <= tree <= MOST_CANDIDATES):
         raise UsageError(f"tree is {tree!r}; it must be auto, off, or a number of candidates from 1 to {MOST_CANDIDATES}")
+    if isinstance(drafter, Eagle3Drafter) and isinstance(tree, int):
+        if acceptance == "rejection":
+            raise UsageError(TREE_UNDER_REJECTION)
+        return drafter.with_tree(tree)
     if not isinstance(drafter, DFlashDrafter):
-        if tree not in ("auto", "off"):
-            raise UsageError(f"tree {tree} needs a DFlash drafter, whose slots have probabilities; leave it out")
+        if isinstance(tree, int):
+            raise UsageError(f"tree {tree} needs a drafter whose tokens have probabilities, DFlash or EAGLE-3; leave it out")
         return drafter
     slots = block_size or drafter.block_size
     if tree == "off":
         return drafter
     if acceptance == "rejection":
         if tree != "auto":
-            raise UsageError("a tree's candidates are chosen, not drawn: the rejection rule needs tree off (or acceptance match)")
+            raise UsageError(TREE_UNDER_REJECTION)
         return drafter
     if slots == 1 and tree != "auto":
         raise UsageError("a block of one slot, the anchor, has nothing to grow a tree from; leave the block size or the tree out")
@@ -208,7 +215,7 @@ def checked_block_size(block_size: int | None, drafter: Drafter | None) -> int |
         raise UsageError("a block size needs a drafter; autoregressive decoding emits one token per step")
     if block_size < 1:
         raise UsageError(f"the block size is {block_size}; it must be at least 1")
-    if isinstance(drafter, DFlashDrafter) and block_size > drafter.block_size:
+    if isinstance(drafter, DFlashDrafter | Eagle3Drafter) and block_size > drafter.block_size:
         warnings.warn(f"block size {block_size} is above the {drafter.block_size} that {drafter.name} was trained for")
     return block_size
 

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import resources
@@ -16,9 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.utils import logging
 
 from blockdraft.drafters.dflash import DFlash, DFlashDrafter
+from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
 from blockdraft.drafters.shortlist import Shortlist, read_shortlist
 from blockdraft.errors import BlockdraftError, UsageError
-from blockdraft.formats import zlab
+from blockdraft.formats import eagle3, zlab
+from blockdraft.formats.folder import read_config
 from blockdraft.packing import cpu_multiplies_bfloat16, pack_linears
 from blockdraft.store import SHORT_NAMES, obtain, sha256_of, stored_identity, weights_digest
 from blockdraft.target import Target, refuse_unsupported
@@ -180,11 +182,12 @@ def explained(name: str, load: Callable[[], T]) -> T:
 # ---- drafters
 
 
-def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True) -> DFlashDrafter:
-    """Load a DFlash drafter for a target, on its device and in its dtype.
+def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True) -> DFlashDrafter | Eagle3Drafter:
+    """Load a drafter for a target, on its device and in its dtype.
 
     Args:
-        path: a folder in z-lab's layout; None: the shipped drafter, for its own target only.
+        path: a folder with a DFlash drafter in z-lab's layout or an EAGLE-3 drafter in SafeAILab's; None: the shipped DFlash
+            drafter, for its own target only.
         target: whose embedding and head it borrows.
         shortlist: draft from the words of the folder's shortlist, if it has one; False: from the whole vocabulary.
 
@@ -192,11 +195,13 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
         UsageError: not a drafter, damaged, made for another target, or none shipped for this one; names both sides.
     """
     if path is not None and not str(path).strip():
-        raise UsageError("the drafter's name is empty; give a folder in z-lab's layout")
+        raise UsageError("the drafter's name is empty; give a drafter folder")
     folder = shipped_drafter(target) if path is None else Path(path).expanduser()
     name = f"{target.name}-dflash" if path is None else str(path)
     if not folder.is_dir():
         raise UsageError(f"there is no drafter folder {folder}")
+    if eagle3.is_eagle3(read_config(folder)):
+        return _load_eagle3(folder, name, target)
     network = zlab.read(folder)
     check_pair(network, target, name)
     network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
@@ -207,6 +212,14 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
         ids = None
     words = Shortlist(ids, target.head) if ids is not None else None  # type: ignore[arg-type]
     return DFlashDrafter(network, target.embed, target.head, name, packed, words)
+
+
+def _load_eagle3(folder: Path, name: str, target: Target) -> Eagle3Drafter:
+    network = eagle3.read(folder, len(target.layers))
+    check_eagle3(network, target, name)
+    network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
+    packed = pack_linears(network.linears(), target.dtype, target.device)
+    return Eagle3Drafter(network, target.embed, name, packed)
 
 
 def shipped_drafter(target: Target) -> Path:
@@ -238,6 +251,33 @@ def digest_of(target: Target) -> str | None:
     return target.digest
 
 
+def check_eagle3(network: Eagle3, target: Target, name: str) -> None:
+    """Refuse an EAGLE-3 drafter that does not fit the target.
+
+    Raises:
+        UsageError: names the quantity and both sides.
+    """
+    config, layers, rows = network.config, len(target.layers), target.embedding.num_embeddings
+    width, taps = config.backbone.hidden_size, list(config.taps)
+    checks = (
+        (target.tappable, "features of one hidden state per token", "layers or an embedding of another shape"),
+        (width == target.hidden_size, f"hidden size {width}", f"{target.hidden_size}"),
+        (taps == sorted(set(taps)) and taps[0] >= 0 and taps[-1] < layers, f"tapped layers {taps}", f"layers 0 to {layers - 1}"),
+        (
+            abs(config.vocabulary - rows) <= PADDING_ROWS and int(network.words().max()) < target.vocab_size,
+            f"a vocabulary of {config.vocabulary}, words up to {int(network.words().max())}",
+            f"{rows} embedding rows, {target.vocab_size} head rows",
+        ),
+    )
+    _refuse_misfit(checks, name, target)
+
+
+def _refuse_misfit(checks: Sequence[tuple[bool, str, str]], name: str, target: Target) -> None:
+    for fits, drafter_side, target_side in checks:
+        if not fits:
+            raise UsageError(f"drafter {name} does not fit target {target.name}: it has {drafter_side}, the target {target_side}")
+
+
 def check_pair(network: DFlash, target: Target, name: str) -> None:
     """Refuse a drafter that does not fit the target.
 
@@ -262,9 +302,7 @@ def check_pair(network: DFlash, target: Target, name: str) -> None:
         ),
         (0 <= mask < rows, f"mask token id {mask}", f"embedding rows 0 to {rows - 1}"),
     )
-    for fits, drafter_side, target_side in checks:
-        if not fits:
-            raise UsageError(f"drafter {name} does not fit target {target.name}: it has {drafter_side}, the target {target_side}")
+    _refuse_misfit(checks, name, target)
     special = set(target.end_tokens)
     if target.tokenizer is not None:
         special |= {target.tokenizer.pad_token_id, target.tokenizer.eos_token_id}

@@ -1,6 +1,7 @@
 """Methods: ways to answer a batch of prompts, each timed by the same clock.
 
 ar, dflash, dflash-tree, dflash-tree:N, lookup    this engine
+eagle3, eagle3-tree, eagle3-tree:N                 the same, with an EAGLE-3 drafter
 hf, hf-dflash                                      transformers' own ``generate`` over untouched weights
 openai:URL                                         any OpenAI-compatible server
 """
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from blockdraft.decode import decode
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.eagle3 import Eagle3Drafter
 from blockdraft.drafters.lookup import LookupDrafter
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.formats.transformers import AssistantDrafter
@@ -26,7 +28,11 @@ from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
 
-NAMES = ("ar", "dflash", "dflash-tree", "dflash-tree:N", "lookup", "hf", "hf-dflash", "openai:URL")
+NAMES = (
+    *("ar", "dflash", "dflash-tree", "dflash-tree:N", "lookup", "eagle3", "eagle3-tree", "eagle3-tree:N", "hf", "hf-dflash"),
+    "openai:URL",
+)
+EAGLE3_TREE = 59  # candidates of EAGLE-3's tree: 60 tokens with the root
 
 
 @dataclass
@@ -80,17 +86,21 @@ def refuse_unknown(names: Sequence[str]) -> None:
     """Raise UsageError for a name that no method has: before anything large is loaded."""
     for name in names:
         kind, _, detail = name.partition(":")
-        fits = {"openai": bool(detail), "dflash-tree": detail.isdecimal()}.get(kind, False) if detail else name in NAMES
+        fits = (
+            {"openai": bool(detail), "dflash-tree": detail.isdecimal(), "eagle3-tree": detail.isdecimal()}.get(kind, False)
+            if detail
+            else name in NAMES
+        )
         if not fits:
             raise UsageError(f"method {name!r} is unknown; use {', '.join(NAMES)}")
 
 
-def make_method(name: str, target: Target, drafter: DFlashDrafter | None, model: str) -> Method:
+def make_method(name: str, target: Target, drafters: Sequence[DFlashDrafter | Eagle3Drafter], model: str) -> Method:
     """A method by name.
 
     Args:
         target: of this engine.
-        drafter: for the methods that need one.
+        drafters: for the methods that need one, at most one of a kind.
         model: where the target's weights lie, for the peers that load their own.
 
     Raises:
@@ -100,8 +110,14 @@ def make_method(name: str, target: Target, drafter: DFlashDrafter | None, model:
     kind, _, detail = name.partition(":")
     if kind == "openai":
         return Server(name, detail, target)
+    drafter = next((d for d in drafters if isinstance(d, DFlashDrafter)), None)
+    eagle = next((d for d in drafters if isinstance(d, Eagle3Drafter)), None)
     if kind in ("dflash", "dflash-tree", "hf-dflash") and drafter is None:
-        raise UsageError(f"method {name} needs a drafter")
+        raise UsageError(f"method {name} needs a DFlash drafter; give its folder with --drafter")
+    if kind in ("eagle3", "eagle3-tree"):
+        if eagle is None:
+            raise UsageError(f"method {name} needs an EAGLE-3 drafter; give its folder with --drafter")
+        return Engine(name, target, eagle if kind == "eagle3" else eagle.with_tree(int(detail or EAGLE3_TREE)))
     if name in ("ar", "lookup", "dflash", "dflash-tree"):
         made: Drafter | None = {"ar": None, "lookup": LookupDrafter()}.get(name, drafter)
         return Engine(name, target, with_tree(target, made, "auto" if name == "dflash-tree" else "off"))

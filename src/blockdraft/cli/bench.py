@@ -11,6 +11,9 @@ from blockdraft.errors import UsageError
 
 if TYPE_CHECKING:
     from blockdraft.bench.tasks import Task
+    from blockdraft.drafters.dflash import DFlashDrafter
+    from blockdraft.drafters.eagle3 import Eagle3Drafter
+    from blockdraft.target import Target
 
 TASKS = "gsm8k,math500,humaneval,mbpp,mt-bench,self-instruct"
 
@@ -24,7 +27,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--methods",
         default="ar,dflash,dflash-tree,lookup",
         metavar="A,B",
-        help="of ar, dflash (a chain), dflash-tree, dflash-tree:N, lookup, hf, hf-dflash, openai:URL; default: %(default)s",
+        help="of ar, dflash (a chain), dflash-tree, dflash-tree:N, lookup, eagle3 (a chain), eagle3-tree, eagle3-tree:N, hf, "
+        "hf-dflash, openai:URL; default: %(default)s",
     )
     group.add_argument("--limit", type=options.positive, metavar="N", help="first N prompts of each task")
     group.add_argument("--max-new-tokens", type=options.positive, default=256, metavar="N", help="default: %(default)s")
@@ -37,7 +41,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--json", action="store_true", help="the figures as one JSON object on stdout")
     models = options.add_target(parser, options.BEST_DTYPE)
     options.add_exact(models)
-    models.add_argument("--drafter", help="drafter folder in z-lab's layout; default: the one shipped for the target")
+    models.add_argument(
+        "--drafter",
+        action="append",
+        help="drafter folder, DFlash or EAGLE-3, or one of each; default: the one shipped for the target",
+    )
     parser.set_defaults(run=run)
 
 
@@ -55,19 +63,16 @@ def run(args: argparse.Namespace) -> int:
     tasks = _tasks(args)
     target = options.load_target(args)
     from blockdraft.bench import runner
-    from blockdraft.load import load_drafter
     from blockdraft.progress import Progress
     from blockdraft.sampling import SamplingParams
 
-    if args.drafter is not None and not any("dflash" in name for name in names):
-        raise UsageError("--drafter has no effect with these methods; leave it out or add dflash")
-    drafter = load_drafter(args.drafter, target) if any("dflash" in name for name in names) else None
-    methods = [make_method(name, target, drafter, args.target) for name in names]
+    drafters = _drafters(args.drafter, names, target)
+    methods = [make_method(name, target, drafters, args.target) for name in names]
     seed = args.seed if args.temperature > 0 else None
     params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=seed)
     settings = {
         "target": target.name,
-        "drafter": drafter.name if drafter is not None else None,
+        "drafter": ",".join(drafter.name for drafter in drafters) or None,
         "tasks": ",".join(f"{task.name}:{len(task.conversations)}" for task in tasks),
         "methods": ",".join(names),
         "max_new_tokens": args.max_new_tokens,
@@ -93,6 +98,24 @@ def run(args: argparse.Namespace) -> int:
     document["complete"] = True
     _write(document, args)
     return 0
+
+
+def _drafters(folders: list[str] | None, names: list[str], target: "Target") -> "list[DFlashDrafter | Eagle3Drafter]":
+    """The drafters that were named, or the shipped one where a method needs it; one of a kind, and none without a method."""
+    from blockdraft.drafters.dflash import DFlashDrafter
+    from blockdraft.load import load_drafter
+
+    wanted = {kind: any(kind in name for name in names) for kind in ("dflash", "eagle3")}
+    drafters = [load_drafter(folder, target) for folder in folders or []]
+    kinds = ["dflash" if isinstance(drafter, DFlashDrafter) else "eagle3" for drafter in drafters]
+    for kind in kinds:
+        if not wanted[kind]:
+            raise UsageError(f"--drafter {folders[kinds.index(kind)]} has no effect with these methods; leave it out or add {kind}")  # type: ignore[index]
+        if kinds.count(kind) > 1:
+            raise UsageError(f"--drafter names two {kind} drafters; measure one at a time")
+    if wanted["dflash"] and "dflash" not in kinds:
+        drafters.append(load_drafter(None, target))
+    return drafters
 
 
 def _begun(out: Path | None, document: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,22 +1,22 @@
 """Shortlist: the words that drafts are chosen from, where the target's whole vocabulary would cost more than the drafter itself.
 
 A small file beside the drafter holds the most frequent words of its corpus. The target verifies over its whole vocabulary, so a
-word that is not on the list is never drafted, and nothing else changes. Other engines do not read the file.
+word that is not on the list is never drafted, and nothing else changes. Other engines do not read the file, which is therefore no
+safetensors file: vLLM loads every one of those in a folder.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdraft.errors import UsageError
 from blockdraft.packing import pack_linears
 from blockdraft.store import write_whole
 
-FILE = "shortlist.safetensors"
+FILE = "shortlist.json"
 
 
 class Shortlist:
@@ -60,10 +60,10 @@ def read_shortlist(folder: Path, rows: int) -> Tensor | None:
     if not path.exists():
         return None
     try:
-        ids = load_file(path)["ids"].long()
-    except (SafetensorError, KeyError, OSError) as error:
+        ids = torch.tensor([int(i) for i in json.loads(path.read_text())["ids"]], dtype=torch.long)
+    except (ValueError, KeyError, TypeError, OSError, OverflowError, RuntimeError) as error:
         raise UsageError(f"{path} is damaged or no shortlist: {error}; delete it to draft from the whole vocabulary") from error
-    if ids.dim() != 1 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= rows or len(ids.unique()) < len(ids):
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= rows or len(ids.unique()) < len(ids):
         raise UsageError(f"{path} must list different ids from 0 to {rows - 1}; delete it to draft from the whole vocabulary")
     return ids
 
@@ -74,4 +74,4 @@ def write_shortlist(ids: Sequence[int], folder: Path) -> None:
     if not ids:
         path.unlink(missing_ok=True)
         return
-    write_whole(path, lambda beside: save_file({"ids": torch.tensor(list(ids), dtype=torch.int32)}, beside))
+    write_whole(path, lambda beside: beside.write_text(json.dumps({"ids": list(ids)}) + "\n"))

@@ -4,20 +4,16 @@ Read in the two schemas in use: A has ``block_size`` on top and ``rope_theta``, 
 ``rope_parameters``). Look-up order of the reference (z-lab/dflash 0.1.0): ``dflash_config``, then the top level, then a default.
 """
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import Qwen3Config
 
 from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
-from blockdraft.store import write_whole
+from blockdraft.formats import folder as files
 
 # Keys that reveal a relative of DFlash with other slots or further modules: shapes would fit, the output would be garbage.
 _RELATIVES = ("projector_type", "shift_label", "sample_from_anchor", "markov_rank", "selector_rank", "conv_kernel_size")
@@ -34,22 +30,7 @@ def read(folder: Path) -> DFlash:
         network = DFlash(config)
     except Exception as error:  # sizes, activations and rope kinds that no layer can be built from
         raise UsageError(f"{folder / 'config.json'} cannot be built: {type(error).__name__}: {error}") from error
-    tensors = _read_tensors(folder)
-    expected = network.state_dict()
-    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if missing or unknown:
-        lists = [f"{what}: {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-        raise UsageError(f"{folder / 'model.safetensors'} does not hold the tensors its config promises ({'; '.join(lists)})")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            raise UsageError(f"{folder}: {name} has shape {list(tensor.shape)}, the config asks for {list(expected[name].shape)}")
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
-        raise UsageError(f"{folder}: tensors of several or non-float dtypes ({', '.join(sorted(map(str, dtypes)))})")
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-        raise UsageError(f"{folder / 'model.safetensors'} holds numbers that are not finite: the drafter is damaged")
-    network.to(next(iter(dtypes)))
-    network.load_state_dict(tensors)
+    files.fill(network, files.read_tensors(folder), folder)
     return network
 
 
@@ -85,9 +66,7 @@ def write(network: DFlash, folder: Path, dtype: torch.dtype = torch.bfloat16) ->
         "tie_word_embeddings": False,
         "dtype": name,
     }
-    tensors = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in network.state_dict().items()}
-    write_whole(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    write_whole(folder / "config.json", lambda path: path.write_text(json.dumps(raw, indent=1) + "\n"))
+    files.write(raw, network, folder, dtype)
 
 
 def read_config(folder: Path) -> DFlashConfig:
@@ -96,7 +75,7 @@ def read_config(folder: Path) -> DFlashConfig:
     Raises:
         UsageError: missing, damaged, or not of a DFlash drafter; names the key.
     """
-    raw = _read_json(folder)
+    raw = files.read_config(folder)
     try:
         return _meaning(folder, raw)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -192,29 +171,6 @@ def _backbone(raw: dict[str, Any]) -> Qwen3Config:
     if partial != 1.0 and rope["rope_type"] == "default":
         warnings.warn(f"partial_rotary_factor {partial} has no effect on a Qwen3 drafter, in the reference and here")
     return config
-
-
-def _read_json(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{folder} is not a drafter folder: it has no config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise UsageError(f"{path} does not hold a JSON object")
-    return raw
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    path = folder / "model.safetensors"
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise UsageError(f"{folder} has no model.safetensors: the drafter's weights are missing") from None
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path} is damaged or no safetensors file: {error}") from error
 
 
 def _refuse_relatives(folder: Path, raw: dict[str, Any], nested: dict[str, Any]) -> None:

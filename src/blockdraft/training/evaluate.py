@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from blockdraft.decode import decode
+from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlash, DFlashDrafter
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
@@ -42,9 +43,7 @@ def as_drafter(network: DFlash, state: dict[str, Tensor], target: Target) -> DFl
     return DFlashDrafter(copy.to(target.device, target.dtype).requires_grad_(False), target.embed, target.head)
 
 
-def decode_held_out(
-    target: Target, drafter: DFlashDrafter | None, documents: Sequence[Document], tokens: int, batch: int = 8
-) -> Real:
+def decode_held_out(target: Target, drafter: Drafter | None, documents: Sequence[Document], tokens: int, batch: int = 8) -> Real:
     """Answer the prompts of documents anew, with the drafter or (None) without."""
     params = SamplingParams(max_new_tokens=tokens)
     requests = [Request(d.ids[: d.start], params, target, detokenize=False) for d in documents]

@@ -1,0 +1,86 @@
+"""SafeAILab's layout of an EAGLE-3 drafter: the ``config.json`` of a one-layer Llama with ``draft_vocab_size``, and its tensors.
+
+``d2t`` holds *offsets*: the target's id minus the drafter's. The tapped layers are said nowhere (inputs of 2, N // 2 and N - 3), or
+in ``eagle_config.eagle_aux_hidden_state_layer_ids``, which counts inputs too.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, default_taps
+from blockdraft.errors import UsageError
+from blockdraft.formats import folder as files
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+def is_eagle3(raw: dict[str, Any]) -> bool:
+    """Whether a config is that of an EAGLE-3 drafter."""
+    return "draft_vocab_size" in raw and any("eagle3" in str(name).lower() for name in raw.get("architectures") or [ARCHITECTURE])
+
+
+def read(folder: Path, target_layers: int) -> Eagle3:
+    """An EAGLE-3 network in the file's dtype, on the CPU.
+
+    Args:
+        target_layers: of the target, for the usual tapped layers.
+
+    Raises:
+        UsageError: not such a drafter, a key or tensor missing or wrong, a damaged file, or a vocabulary that maps nowhere.
+    """
+    raw = files.read_config(folder)
+    try:
+        network = Eagle3(_meaning(folder, raw, target_layers))
+    except UsageError:
+        raise
+    except Exception as error:  # sizes, activations and rope kinds that no layer can be built from
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{folder / 'config.json'} does not describe an EAGLE-3 drafter: {type(error).__name__}: {reason}"
+        ) from error
+    tensors = files.read_tensors(folder)
+    tensors.pop("embed_tokens.weight", None)  # a copy of the target's
+    files.fill(network, tensors, folder)
+    words, vocabulary = network.words(), network.config.vocabulary
+    if int(words.min()) < 0 or int(words.max()) >= vocabulary or len(words.unique()) < len(words):
+        raise UsageError(
+            f"{folder}: d2t maps the drafter's words to ids from {int(words.min())} to {int(words.max())}, the target has "
+            f"different ids from 0 to {vocabulary - 1}"
+        )
+    if not torch.equal(network.t2d.nonzero()[:, 0], words.sort().values):
+        raise UsageError(f"{folder}: t2d and d2t disagree about which of the target's words the drafter has")
+    return network
+
+
+def write(network: Eagle3, folder: Path, target_layers: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write ``config.json`` and ``model.safetensors`` into an existing folder."""
+    config = network.config
+    raw = {key: value for key, value in config.backbone.to_dict().items() if key not in ("transformers_version", "_name_or_path")}
+    raw |= {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "vocab_size": config.vocabulary,
+        "draft_vocab_size": config.words,
+        "rope_theta": dict(config.backbone.rope_parameters or {})["rope_theta"],
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if config.taps != default_taps(target_layers):
+        raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps]}
+    files.write(raw, network, folder, dtype)
+
+
+def _meaning(folder: Path, raw: dict[str, Any], target_layers: int) -> Eagle3Config:
+    if not is_eagle3(raw):
+        raise UsageError(f"{folder / 'config.json'} has no 'draft_vocab_size': not an EAGLE-3 drafter in SafeAILab's layout")
+    if raw.get("num_hidden_layers", 1) != 1:
+        raise UsageError(f"{folder} has {raw['num_hidden_layers']} layers; an EAGLE-3 drafter has one")
+    inputs = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    taps = tuple(int(i) - 1 for i in inputs) if inputs else default_taps(target_layers)
+    ours = {"architectures", "model_type", "torch_dtype", "dtype", "eagle_config", "auto_map", "draft_vocab_size"}
+    kept = {key: value for key, value in raw.items() if key not in ours}
+    return Eagle3Config(LlamaConfig(**kept), int(raw["draft_vocab_size"]), int(raw["vocab_size"]), taps)

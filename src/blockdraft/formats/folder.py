@@ -1,0 +1,80 @@
+"""A drafter folder: ``config.json`` and ``model.safetensors``, read with the faults said that people meet."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from blockdraft.errors import UsageError
+from blockdraft.store import write_whole
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The keys of ``config.json``.
+
+    Raises:
+        UsageError: missing, or no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{folder} is not a drafter folder: it has no config.json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path} does not hold a JSON object")
+    return raw
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of ``model.safetensors``.
+
+    Raises:
+        UsageError: missing or damaged.
+    """
+    path = folder / "model.safetensors"
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UsageError(f"{folder} has no model.safetensors: the drafter's weights are missing") from None
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Load exactly the tensors that a network has into it, and take their dtype.
+
+    Raises:
+        UsageError: a tensor missing, unknown, of another shape or dtype, or not finite.
+    """
+    expected = network.state_dict()
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or unknown:
+        lists = [f"{what}: {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise UsageError(f"{folder / 'model.safetensors'} does not hold the tensors its config promises ({'; '.join(lists)})")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise UsageError(f"{folder}: {name} has shape {list(tensor.shape)}, the config asks for {list(expected[name].shape)}")
+    weights = [tensors[name] for name in expected if expected[name].is_floating_point()]
+    dtypes = {tensor.dtype for tensor in weights}
+    if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+        raise UsageError(f"{folder}: tensors of several or non-float dtypes ({', '.join(sorted(map(str, dtypes)))})")
+    if not all(bool(tensor.isfinite().all()) for tensor in weights):
+        raise UsageError(f"{folder / 'model.safetensors'} holds numbers that are not finite: the drafter is damaged")
+    network.to(next(iter(dtypes)))
+    network.load_state_dict(tensors)
+
+
+def write(raw: dict[str, Any], network: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """Write config and weights into an existing folder; buffers of ids keep their dtype."""
+    tensors = {
+        key: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for key, tensor in network.state_dict().items()
+    }
+    write_whole(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_whole(folder / "config.json", lambda path: path.write_text(json.dumps(raw, indent=1) + "\n"))
