@@ -3,6 +3,7 @@
 // beside other queries, or with keys between and behind that its mask hides.
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX2__)
@@ -33,12 +34,21 @@ static inline __attribute__((always_inline)) vec fused(vec a, vec b, vec c) {
 
 static inline __attribute__((always_inline)) vec every(float x) { return x - (vec){0}; }
 
-static inline float sum_of(vec x) {
-  for (int step = WIDTH / 2; step; step /= 2) {
-    ints places;
-    for (int i = 0; i < WIDTH; i++) places[i] = i ^ step;
-    x += __builtin_shuffle(x, places);  // GCC's
-  }
+// Lane i and lane i ^ step are added, for falling steps. The places are constants: computed ones cost more than the sum.
+static inline __attribute__((always_inline)) float sum_of(vec x) {
+#if WIDTH == 16
+  x += __builtin_shuffle(x, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  x += __builtin_shuffle(x, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  x += __builtin_shuffle(x, (ints){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+  x += __builtin_shuffle(x, (ints){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+#elif WIDTH == 8
+  x += __builtin_shuffle(x, (ints){4, 5, 6, 7, 0, 1, 2, 3});
+  x += __builtin_shuffle(x, (ints){2, 3, 0, 1, 6, 7, 4, 5});
+  x += __builtin_shuffle(x, (ints){1, 0, 3, 2, 5, 4, 7, 6});
+#else
+  x += __builtin_shuffle(x, (ints){2, 3, 0, 1});
+  x += __builtin_shuffle(x, (ints){1, 0, 3, 2});
+#endif
   return x[0];
 }
 
@@ -133,48 +143,48 @@ static inline __attribute__((always_inline)) void take(const int n, gathered *al
         all[g].sum[d] = fmaf(scores[g][t], v[(places ? places[t] : t) * size + d], all[g].sum[d]);
 }
 
-// What n queries see: all of the first `shared` keys, and of the others what the mask leaves, taken in as if the hidden ones were not
-// there: a branch of a tree as if it stood alone.
-static inline __attribute__((always_inline)) void attend_few(const int n, const float *q, const float *k, const float *v, float *out,
-                                                             int64_t length, int64_t shared, const int64_t size, float scale,
-                                                             const float *mask, int64_t first, int64_t positions, int64_t longest) {
+// Take some keys that all of n queries see into what they have gathered.
+static inline __attribute__((always_inline)) void attend_keys(const int n, gathered *all, const float *q, const float *k, const float *v,
+                                                              int64_t count, const int64_t size, float scale) {
   float scores[TOGETHER][KEYS];
-  gathered all[TOGETHER];
+  score_keys(n, q, k, count, scores, size, scale);
+  take(n, all, scores, v, 0, count, size);
+}
+
+// Take in what n queries see behind the whole blocks of keys: up to `shared` all of it, and of the rest what the mask leaves, as if the
+// hidden ones were not there: a branch of a tree as if it stood alone.
+static inline __attribute__((always_inline)) void attend_rest(const int n, gathered *all, const float *q, const float *k, const float *v,
+                                                              int64_t whole, int64_t shared, int64_t length, const int64_t size,
+                                                              float scale, const float *mask, int64_t first, int64_t positions,
+                                                              int64_t longest) {
+  float scores[TOGETHER][KEYS];
+  score_keys(n, q, k + whole * size, shared - whole, scores, size, scale);
   for (int g = 0; g < n; g++) {
+    const float *seen = mask + (first + g) % positions * longest;
+    int32_t places[KEYS];
+    int64_t count = 0;
+    for (int64_t t = whole; t < shared; t++) places[count++] = t;
+    for (int64_t t = shared; t < length; t++) {
+      if (seen[t] == -INFINITY) continue;
+      places[count] = t;
+      score(1, 1, q + g * size, k + t * size, scores + g, count, size, scale);
+      scores[g][count++] += seen[t];
+      if (count == KEYS) take(1, all + g, scores + g, v, places, count, size), count = 0;
+    }
+    if (count) take(1, all + g, scores + g, v, places, count, size);
+  }
+}
+
+// Blocks of keys one after the other, and all queries over each: what they share is read once from memory.
+static inline __attribute__((always_inline)) void attend_some(const float *q, const float *k, const float *v, float *out,
+                                                              int64_t length, int64_t queries, const int64_t size, float scale,
+                                                              const float *mask, int64_t first, int64_t positions, int64_t longest) {
+  gathered all[MOST_QUERIES];
+  for (int64_t g = 0; g < queries; g++) {
     all[g].most = -1e30f;
     all[g].total = 0.0f;
     for (int64_t d = 0; d < size; d++) all[g].sum[d] = 0.0f;
   }
-  const int64_t whole = mask ? shared - shared % KEYS : shared;
-  for (int64_t start = 0; start < whole; start += KEYS) {
-    const int64_t count = whole - start < KEYS ? whole - start : KEYS;
-    score_keys(n, q, k + start * size, count, scores, size, scale);
-    take(n, all, scores, v + start * size, 0, count, size);
-  }
-  if (mask) {
-    score_keys(n, q, k + whole * size, shared - whole, scores, size, scale);
-    for (int g = 0; g < n; g++) {
-      const float *seen = mask + (first + g) % positions * longest;
-      int32_t places[KEYS];
-      int64_t count = 0;
-      for (int64_t t = whole; t < shared; t++) places[count++] = t;
-      for (int64_t t = shared; t < length; t++) {
-        if (seen[t] == -INFINITY) continue;
-        places[count] = t;
-        score(1, 1, q + g * size, k + t * size, scores + g, count, size, scale);
-        scores[g][count++] += seen[t];
-        if (count == KEYS) take(1, all + g, scores + g, v, places, count, size), count = 0;
-      }
-      if (count) take(1, all + g, scores + g, v, places, count, size);
-    }
-  }
-  for (int g = 0; g < n; g++)
-    for (int64_t d = 0; d < size; d++) out[g * size + d] = all[g].sum[d] / all[g].total;
-}
-
-static inline __attribute__((always_inline)) void attend_some(const float *q, const float *k, const float *v, float *out,
-                                                              int64_t length, int64_t queries, const int64_t size, float scale,
-                                                              const float *mask, int64_t first, int64_t positions, int64_t longest) {
   int64_t shared = length;  // keys in front that all of these queries see
   if (mask)
     for (int64_t g = 0; g < queries; g++) {
@@ -183,11 +193,21 @@ static inline __attribute__((always_inline)) void attend_some(const float *q, co
       while (t < shared && seen[t] == 0.0f) t++;
       shared = t;
     }
-  int64_t g = 0;
-#define FEW(n) attend_few(n, q + g * size, k, v, out + g * size, length, shared, size, scale, mask, first + g, positions, longest)
-  for (; g + TOGETHER <= queries; g += TOGETHER) FEW(TOGETHER);
-  for (; g < queries; g++) FEW(1);
-#undef FEW
+  const int64_t whole = mask ? shared - shared % KEYS : shared, paired = queries - queries % TOGETHER;
+  for (int64_t start = 0; start < whole; start += KEYS) {
+    const int64_t count = whole - start < KEYS ? whole - start : KEYS;
+    const float *keys = k + start * size, *values = v + start * size;
+    for (int64_t g = 0; g < paired; g += TOGETHER) attend_keys(TOGETHER, all + g, q + g * size, keys, values, count, size, scale);
+    for (int64_t g = paired; g < queries; g++) attend_keys(1, all + g, q + g * size, keys, values, count, size, scale);
+  }
+  if (mask) {
+#define REST(n) attend_rest(n, all + g, q + g * size, k, v, whole, shared, length, size, scale, mask, first + g, positions, longest)
+    for (int64_t g = 0; g < paired; g += TOGETHER) REST(TOGETHER);
+    for (int64_t g = paired; g < queries; g++) REST(1);
+#undef REST
+  }
+  for (int64_t g = 0; g < queries; g++)
+    for (int64_t d = 0; d < size; d++) out[g * size + d] = all[g].sum[d] / all[g].total;
 }
 
 // queries [rows, heads, group, size], keys and values [rows, heads, capacity, size] with the strides given, out like queries; mask,
@@ -195,12 +215,15 @@ static inline __attribute__((always_inline)) void attend_some(const float *q, co
 void attend_rows(const float *queries, const float *keys, const float *values, float *out, const int32_t *lengths, const float *mask,
                  int64_t rows, int64_t heads, int64_t group, int64_t size, int64_t row_stride, int64_t head_stride, int64_t positions,
                  int64_t longest, int64_t mask_stride, float scale) {
-  const int64_t tiles = (group + MOST_QUERIES - 1) / MOST_QUERIES;
+  // Queries that are alone with few others are shared out finer, so that no thread waits for the last one.
+  int64_t most = MOST_QUERIES;
+  while (most > TOGETHER && rows * heads * ((group + most - 1) / most) < 4 * omp_get_max_threads()) most /= 2;
+  const int64_t tiles = (group + most - 1) / most;
 #pragma omp parallel for collapse(3) schedule(dynamic, 1)
   for (int64_t r = 0; r < rows; r++)
     for (int64_t h = 0; h < heads; h++)
       for (int64_t tile = 0; tile < tiles; tile++) {
-        const int64_t first = tile * MOST_QUERIES, count = group - first < MOST_QUERIES ? group - first : MOST_QUERIES;
+        const int64_t first = tile * most, count = group - first < most ? group - first : most;
         const int64_t at = ((r * heads + h) * group + first) * size, cached = r * row_stride + h * head_stride;
         const float *m = mask ? mask + r * mask_stride : 0;
 #define SOME(count, size) \

@@ -40,7 +40,7 @@ class Completion:
         tokens_per_second: after the first token; time between passes (a slow reader of the stream) does not count.
         time_to_first_token_s: the pass over the prompt.
         finish_reason: "stop", "length" or "interrupted".
-        method: what ran: "ar", "dflash" (a chain), "dflash-tree", "lookup", "eagle3" (a chain) or "eagle3-tree".
+        method: what ran: "ar", "dflash" (a chain), "dflash-tree", "lookup", "eagle3" (a chain), "eagle3-tree" or "draft-model".
         drafter: its name, or None.
         seed: of the noise; None for greedy decoding.
     """

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from blockdraft.drafters.dflash import DFlash, DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
+from blockdraft.drafters.model import ModelDrafter, refuse_other_tokenizer
 from blockdraft.drafters.shortlist import Shortlist, read_shortlist
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.formats import eagle3, zlab
@@ -28,6 +29,7 @@ from blockdraft.target import Target, refuse_unsupported
 DEFAULT_TARGET = "smollm2-135m"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PADDING_ROWS = 1024  # vocabularies of one tokenizer differ at most by rows of padding
+LoadedDrafter = DFlashDrafter | Eagle3Drafter | ModelDrafter
 T = TypeVar("T")
 
 
@@ -182,12 +184,12 @@ def explained(name: str, load: Callable[[], T]) -> T:
 # ---- drafters
 
 
-def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True) -> DFlashDrafter | Eagle3Drafter:
+def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True) -> LoadedDrafter:
     """Load a drafter for a target, on its device and in its dtype.
 
     Args:
-        path: a folder with a DFlash drafter in z-lab's layout or an EAGLE-3 drafter in SafeAILab's; None: the shipped DFlash
-            drafter, for its own target only.
+        path: a folder with a DFlash drafter in z-lab's layout, an EAGLE-3 drafter in SafeAILab's, or a smaller language model of
+            the same tokenizer; None: the shipped DFlash drafter, for its own target only.
         target: whose embedding and head it borrows.
         shortlist: draft from the words of the folder's shortlist, if it has one; False: from the whole vocabulary.
 
@@ -200,8 +202,13 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
     name = f"{target.name}-dflash" if path is None else str(path)
     if not folder.is_dir():
         raise UsageError(f"there is no drafter folder {folder}")
-    if eagle3.is_eagle3(read_config(folder)):
+    raw = read_config(folder)
+    if eagle3.is_eagle3(raw):
         return _load_eagle3(folder, name, target)
+    if any(str(kind).endswith("ForCausalLM") for kind in raw.get("architectures") or []):
+        model = load_target(folder, target.dtype, str(target.device))
+        refuse_other_tokenizer(model, target)
+        return ModelDrafter(model, target.vocab_size, name)
     network = zlab.read(folder)
     check_pair(network, target, name)
     network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)

@@ -1,7 +1,7 @@
 """Methods: ways to answer a batch of prompts, each timed by the same clock.
 
 ar, dflash, dflash-tree, dflash-tree:N, lookup    this engine
-eagle3, eagle3-tree, eagle3-tree:N                 the same, with an EAGLE-3 drafter
+eagle3, eagle3-tree, eagle3-tree:N, draft-model    the same, with an EAGLE-3 drafter, or a smaller model as drafter
 hf, hf-dflash                                      transformers' own ``generate`` over untouched weights
 openai:URL                                         any OpenAI-compatible server
 """
@@ -20,17 +20,18 @@ from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3Drafter
 from blockdraft.drafters.lookup import LookupDrafter
+from blockdraft.drafters.model import ModelDrafter
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.formats.transformers import AssistantDrafter
 from blockdraft.generation import with_tree
-from blockdraft.load import load_model
+from blockdraft.load import LoadedDrafter, load_model
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
 
 NAMES = (
-    *("ar", "dflash", "dflash-tree", "dflash-tree:N", "lookup", "eagle3", "eagle3-tree", "eagle3-tree:N", "hf", "hf-dflash"),
-    "openai:URL",
+    *("ar", "dflash", "dflash-tree", "dflash-tree:N", "lookup", "eagle3", "eagle3-tree", "eagle3-tree:N"),
+    *("draft-model", "hf", "hf-dflash", "openai:URL"),
 )
 EAGLE3_TREE = 59  # candidates of EAGLE-3's tree: 60 tokens with the root
 
@@ -95,7 +96,7 @@ def refuse_unknown(names: Sequence[str]) -> None:
             raise UsageError(f"method {name!r} is unknown; use {', '.join(NAMES)}")
 
 
-def make_method(name: str, target: Target, drafters: Sequence[DFlashDrafter | Eagle3Drafter], model: str) -> Method:
+def make_method(name: str, target: Target, drafters: Sequence[LoadedDrafter], model: str) -> Method:
     """A method by name.
 
     Args:
@@ -114,6 +115,11 @@ def make_method(name: str, target: Target, drafters: Sequence[DFlashDrafter | Ea
     eagle = next((d for d in drafters if isinstance(d, Eagle3Drafter)), None)
     if kind in ("dflash", "dflash-tree", "hf-dflash") and drafter is None:
         raise UsageError(f"method {name} needs a DFlash drafter; give its folder with --drafter")
+    if name == "draft-model":
+        smaller = next((d for d in drafters if isinstance(d, ModelDrafter)), None)
+        if smaller is None:
+            raise UsageError("method draft-model needs a smaller language model; give its folder with --drafter")
+        return Engine(name, target, smaller)
     if kind in ("eagle3", "eagle3-tree"):
         if eagle is None:
             raise UsageError(f"method {name} needs an EAGLE-3 drafter; give its folder with --drafter")

@@ -11,8 +11,7 @@ from blockdraft.errors import UsageError
 
 if TYPE_CHECKING:
     from blockdraft.bench.tasks import Task
-    from blockdraft.drafters.dflash import DFlashDrafter
-    from blockdraft.drafters.eagle3 import Eagle3Drafter
+    from blockdraft.load import LoadedDrafter
     from blockdraft.target import Target
 
 TASKS = "gsm8k,math500,humaneval,mbpp,mt-bench,self-instruct"
@@ -27,8 +26,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--methods",
         default="ar,dflash,dflash-tree,lookup",
         metavar="A,B",
-        help="of ar, dflash (a chain), dflash-tree, dflash-tree:N, lookup, eagle3 (a chain), eagle3-tree, eagle3-tree:N, hf, "
-        "hf-dflash, openai:URL; default: %(default)s",
+        help="of ar, dflash (a chain), dflash-tree, dflash-tree:N, lookup, eagle3 (a chain), eagle3-tree, eagle3-tree:N, "
+        "draft-model, hf, hf-dflash, openai:URL; default: %(default)s",
     )
     group.add_argument("--limit", type=options.positive, metavar="N", help="first N prompts of each task")
     group.add_argument("--max-new-tokens", type=options.positive, default=256, metavar="N", help="default: %(default)s")
@@ -44,7 +43,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     models.add_argument(
         "--drafter",
         action="append",
-        help="drafter folder, DFlash or EAGLE-3, or one of each; default: the one shipped for the target",
+        help="folder of a DFlash or EAGLE-3 drafter or of a smaller model, or one of each; default: the one shipped for the target",
     )
     parser.set_defaults(run=run)
 
@@ -100,20 +99,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _drafters(folders: list[str] | None, names: list[str], target: "Target") -> "list[DFlashDrafter | Eagle3Drafter]":
+def _drafters(folders: list[str] | None, names: list[str], target: "Target") -> "list[LoadedDrafter]":
     """The drafters that were named, or the shipped one where a method needs it; one of a kind, and none without a method."""
-    from blockdraft.drafters.dflash import DFlashDrafter
     from blockdraft.load import load_drafter
 
-    wanted = {kind: any(kind in name for name in names) for kind in ("dflash", "eagle3")}
+    wanted = {kind: any(kind in name for name in names) for kind in ("dflash", "eagle3", "draft-model")}
     drafters = [load_drafter(folder, target) for folder in folders or []]
-    kinds = ["dflash" if isinstance(drafter, DFlashDrafter) else "eagle3" for drafter in drafters]
-    for kind in kinds:
+    found = [drafter.method for drafter in drafters]
+    for folder, kind in zip(folders or [], found, strict=True):
         if not wanted[kind]:
-            raise UsageError(f"--drafter {folders[kinds.index(kind)]} has no effect with these methods; leave it out or add {kind}")  # type: ignore[index]
-        if kinds.count(kind) > 1:
+            raise UsageError(f"--drafter {folder} has no effect with these methods; leave it out or add {kind}")
+        if found.count(kind) > 1:
             raise UsageError(f"--drafter names two {kind} drafters; measure one at a time")
-    if wanted["dflash"] and "dflash" not in kinds:
+    if wanted["dflash"] and "dflash" not in found:
         drafters.append(load_drafter(None, target))
     return drafters
 

@@ -33,7 +33,9 @@ def add_exact(group: "argparse._ArgumentGroup") -> None:
 def add_models(parser: argparse.ArgumentParser, dtype_help: str = BEST_DTYPE) -> None:
     group = add_target(parser, dtype_help)
     add_exact(group)
-    group.add_argument("--drafter", help="drafter folder, DFlash or EAGLE-3; default: the one shipped for the target")
+    group.add_argument(
+        "--drafter", help="drafter folder: DFlash, EAGLE-3, or a smaller language model; default: the one shipped for the target"
+    )
     group.add_argument(
         "--tree", type=tree, metavar="{auto,off,N}", help="candidates of a round: as many as pay (default), a chain, or N"
     )
