@@ -9,6 +9,7 @@ work): all are timed by the same clock, from the prompt's ids to the last token.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -92,9 +93,10 @@ class Worker:
         self._signal(signal.SIGSTOP)
         return found
 
-    def close(self) -> None:
-        self._signal(signal.SIGCONT)
-        self._process.stdin.close()
+    def kill(self) -> None:
+        """End it with all of its workers, held or not."""
+        with contextlib.suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
         self._process.wait()
 
 
@@ -120,7 +122,15 @@ def main() -> None:
     ]
     options = {"target": str(obtain(args.target)), "name": args.target, "drafter": str(drafter), "dtype": args.dtype}
     del target
-    workers = []
+    workers: list[Worker] = []
+    try:
+        measure(args, options, prompts, workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def measure(args: argparse.Namespace, options: dict[str, str], prompts: list[list[int]], workers: list[Worker]) -> None:
     for peer in args.peers.split(","):
         python = python_for(peer, args.environments)
         for method in METHODS[peer]:
@@ -128,14 +138,14 @@ def main() -> None:
                 workers.append(Worker(peer, method, python, options))
             except ChildProcessError as error:
                 print(json.dumps({"method": method, "failed": str(error)}), flush=True)
+    if not workers:
+        raise SystemExit("no peer could be started")
     for worker in workers:
         worker.answer(prompts[0], 16)
     order, found = random.Random(0), {worker.method: [] for worker in workers}
     for ids in prompts:
         for worker in order.sample(workers, len(workers)):
             found[worker.method].append(worker.answer(ids, args.tokens))
-    for worker in workers:
-        worker.close()
     reference = found.get("ar") or next(iter(found.values()))
     rows = []
     for method, answers in found.items():

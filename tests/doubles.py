@@ -8,7 +8,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
-from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, default_taps
+from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
 from blockdraft.proposal import Proposal
 from blockdraft.target import Target
 
@@ -127,6 +127,9 @@ def random_drafter(target: Target, seed: int = 0, **changes: object) -> DFlashDr
     return DFlashDrafter(network.to(target.dtype).requires_grad_(False), target.embed, target.head, name="random")
 
 
+EAGLE3_TAPS = (0, 1, 3)  # the usual ones of a target of five layers are one and the same
+
+
 def random_eagle3(target: Target, words: int = 40, candidates: int | None = None, seed: int = 0) -> Eagle3Drafter:
     """A small EAGLE-3 drafter for a tiny target, over some of its words."""
     torch.manual_seed(seed)
@@ -141,7 +144,7 @@ def random_eagle3(target: Target, words: int = 40, candidates: int | None = None
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    config = Eagle3Config(backbone, words, target.embedding.num_embeddings, default_taps(len(target.layers)))
+    config = Eagle3Config(backbone, words, target.embedding.num_embeddings, EAGLE3_TAPS)
     network = Eagle3(config)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -149,4 +152,5 @@ def random_eagle3(target: Target, words: int = 40, candidates: int | None = None
         ids = torch.randperm(config.vocabulary)[:words].sort().values
         network.d2t.copy_(ids - torch.arange(words))
         network.t2d.fill_(False)[ids] = True
-    return Eagle3Drafter(network.to(target.dtype).requires_grad_(False), target.embed, "random", candidates=candidates)
+    network = network.to(target.dtype).requires_grad_(False)
+    return Eagle3Drafter(network, target.embed, target.vocab_size, "random", candidates=candidates)

@@ -202,6 +202,7 @@ def test_an_interrupted_run_goes_on_with_the_next_task(pair, tiny_folder, tmp_pa
         return real(target, task, *rest)
 
     monkeypatch.setattr(runner, "summarise", summarise)
+    monkeypatch.setattr(runner, "_revision", lambda: "abc")
     assert main(arguments) != 0
     broken = json.loads(out.read_text())
     assert broken["complete"] is False and [r["task"] for r in broken["results"]] == [seen[0]] * 2 + [seen[1]] * 2
@@ -216,6 +217,18 @@ def test_an_interrupted_run_goes_on_with_the_next_task(pair, tiny_folder, tmp_pa
     out.write_text(json.dumps(broken))
     assert main([*arguments, "--max-new-tokens", "3"]) == 0
     assert len(seen) == 6
+    monkeypatch.setattr(runner, "_revision", lambda: "abc-dirty")
+    out.write_text(json.dumps({**broken, "environment": {**broken["environment"], "git": "abc-dirty"}}))
+    seen.clear()
+    assert main(arguments) == 0
+    assert len(seen) == 6, "unlike states of the code are called dirty alike"
+    copy = tmp_path / "a" / "same.jsonl"
+    copy.parent.mkdir()
+    copy.write_text('{"prompt": "a"}\n')
+    (tmp_path / "same.jsonl").write_text('{"prompt": "b"}\n')
+    both = ["bench", "--target", str(tiny_folder), "--tasks", f"{copy},{tmp_path / 'same.jsonl'}", "--methods", "ar"]
+    assert main(both) == 2
+    assert "two tasks are called same" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

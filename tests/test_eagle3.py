@@ -1,7 +1,9 @@
 """EAGLE-3: drafts are those of a computation by hand, whatever the cache holds; and output is the target's own."""
 
+import dataclasses
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.cli.main import main
 from blockdraft.decode import decode
-from blockdraft.drafters.eagle3 import DEPTH, TOP_K, default_taps
+from blockdraft.drafters.eagle3 import DEPTH, TOP_K
 from blockdraft.errors import UsageError
 from blockdraft.formats import eagle3
 from blockdraft.generation import generate
@@ -17,7 +19,7 @@ from blockdraft.load import load_drafter, load_target
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from tests import tiny
-from tests.doubles import random_eagle3
+from tests.doubles import EAGLE3_TAPS, random_eagle3
 from tests.training import sequence_features
 
 COUNT = 24
@@ -26,7 +28,7 @@ COUNT = 24
 @pytest.fixture(scope="module")
 def sequence(llama):
     ids = tiny.prompt(40, 4)
-    return torch.tensor(ids), sequence_features(llama, ids, default_taps(len(llama.layers)))
+    return torch.tensor(ids), sequence_features(llama, ids, EAGLE3_TAPS)
 
 
 def by_hand(network, embedded, fused):
@@ -210,15 +212,16 @@ def test_a_folder_goes_round_to_the_bit(llama, folder, tmp_path):
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_other_taps_are_written_down(llama, folder):
+def test_taps_are_written_down_unless_they_are_the_usual_ones(folder):
     raw = json.loads((folder / "config.json").read_text())
-    assert "eagle_config" not in raw
-    raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4], "outputs are inputs of the layers behind"
+    del raw["eagle_config"]
+    raw["architectures"] = ["LlamaForCausalLM"]  # as in SafeAILab's own
     (folder / "config.json").write_text(json.dumps(raw))
-    network = eagle3.read(folder, len(llama.layers))
-    assert network.config.taps == (0, 1, 3), "inputs of layers are outputs of those before"
-    eagle3.write(network, folder, len(llama.layers))
-    assert json.loads((folder / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    network = eagle3.read(folder, 30)
+    assert network.config.taps == (1, 14, 26)
+    eagle3.write(network, folder, 30)
+    assert "eagle_config" not in json.loads((folder / "config.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -226,6 +229,7 @@ def test_other_taps_are_written_down(llama, folder):
     [
         (lambda t, c: t["d2t"].add_(60), "d2t maps the drafter's words to ids from 60"),
         (lambda t, c: t["t2d"].fill_(True), "t2d and d2t disagree"),
+        (lambda t, c: t.update(d2t=t["d2t"].bfloat16()), "d2t is stored as torch.bfloat16"),
         (lambda t, c: t.pop("norm.weight"), "missing: norm.weight"),
         (lambda t, c: t["fc.weight"].fill_(float("nan")), "not finite"),
         (lambda t, c: c.pop("draft_vocab_size"), "has no 'draft_vocab_size'"),
@@ -263,8 +267,14 @@ def test_it_is_loaded_by_what_it_is(pair):
         [result] = generate(target, ["ab"], drafter, sampling, tree=tree)
         assert result.method == method
         assert result.token_ids == alone.token_ids
-    with pytest.raises(UsageError, match="chosen, not drawn"):
-        generate(target, "ab", drafter, SamplingParams(temperature=1.0, acceptance="rejection"), tree=20)
+    drawn = SamplingParams(max_new_tokens=12, temperature=1.0, acceptance="rejection", seed=1)
+    assert generate(target, "ab", drafter, drawn)[0].new_tokens
+    for options, said in (({"tree": 20}, "chosen, not drawn"), ({"tree": 20, "block_size": 1}, "chosen, not drawn")):
+        with pytest.raises(UsageError, match=said):
+            generate(target, "ab", drafter, drawn, **options)
+    for block_size in (1, 10):
+        with pytest.raises(UsageError, match="it must be from 2 to 9"), warnings.catch_warnings(action="ignore"):
+            generate(target, "ab", drafter, sampling, tree=20, block_size=block_size)
 
 
 @pytest.mark.parametrize(
@@ -272,13 +282,16 @@ def test_it_is_loaded_by_what_it_is(pair):
     [
         ({"hidden_size": 64}, "it has hidden size 64, the target 32"),
         ({"vocab_size": 9000}, "it has a vocabulary of 9000"),
-        ({"num_hidden_layers": 12}, "it has tapped layers"),
+        ({"taps": (1, 3, 5)}, r"it has tapped layers \[1, 3, 5\], the target layers 0 to 4"),
     ],
 )
 def test_a_drafter_for_another_target_is_refused(changes, said, pair, tmp_path):
     own, _ = pair
     sizes = {"vocab_size": own.embedding.num_embeddings, **changes}
-    eagle3.write(random_eagle3(tiny.target("llama", **sizes)).network, tmp_path, len(own.layers), torch.float32)
+    taps = sizes.pop("taps", EAGLE3_TAPS)
+    network = random_eagle3(tiny.target("llama", **sizes)).network
+    network.config = dataclasses.replace(network.config, taps=taps)
+    eagle3.write(network, tmp_path, len(own.layers), torch.float32)
     with pytest.raises(UsageError, match=said):
         load_drafter(tmp_path, own)
 

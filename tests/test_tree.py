@@ -308,6 +308,20 @@ def test_costs_are_corrected_by_the_time_that_rounds_take():
     assert play(2.6, 1.0, 200)[100:].count(1) > 90
 
 
+def test_rows_without_a_draft_are_not_charged_one():
+    """A batch's plain rounds take what their verification costs: no correction is learned."""
+    costs = Costs(verify=((1, 1.0), (64, 2.0)), draft=((2, 0.5), (8, 0.5)))
+    now = [0.0]
+    budget = Budget(costs, 8, clock=lambda: now[0])
+    budget.reset(4)
+    for _ in range(50):
+        budget.begin()
+        budget.proposed([Pending([], [], [], 1, [], 0)] * 4)
+        now[0] += costs.of_verify(4)
+        budget.learn(0, [[4]] * 4)
+    assert budget._paces[0].of(1.0) == pytest.approx(1.0)
+
+
 def test_copies_win_without_drafts_where_they_are_long():
     """A long copy that stands needs no draft: it is verified alone."""
     costs = Costs(verify=((1, 1.0), (8, 1.3), (16, 1.6)), draft=((2, 0.4), (8, 0.4)))
@@ -350,8 +364,8 @@ def test_a_row_that_was_given_up_in_the_middle_of_a_round_is_forgotten(llama, re
 @pytest.mark.parametrize(
     ("drafter", "options", "said"),
     [
-        ("none", {"tree": 8}, "needs a DFlash drafter"),
-        ("lookup", {"tree": 8}, "needs a DFlash drafter"),
+        ("none", {"tree": 8}, "needs a drafter whose tokens have probabilities"),
+        ("lookup", {"tree": 8}, "needs a drafter whose tokens have probabilities"),
         ("random", {"tree": 8, "block_size": 1}, "has nothing to grow a tree from"),
         ("random", {"tree": 0}, "tree is 0; it must be auto, off, or a number of candidates from 1 to 1024"),
         ("random", {"tree": "wide"}, "tree is 'wide'"),
@@ -388,6 +402,7 @@ def test_costs_of_a_busy_machine_are_not_believed_later(llama, tmp_path, monkeyp
     [place] = (tmp_path / "costs").iterdir()
     kept = json.loads(place.read_text())
     kept["verify"] = [[tokens, 100 * seconds] for tokens, seconds in kept["verify"]]
+    kept["step"] *= 100
     place.write_text(json.dumps(kept))
     assert costs_of(llama, drafter).of_verify(1) < 50 * first.of_verify(1)
 

@@ -98,7 +98,7 @@ typedef struct {
 
 // Turn the scores of up to KEYS keys into weights, and shrink what was gathered before to the new largest score: one
 // function, compiled once.
-static __attribute__((noinline)) void weigh(gathered *g, float *s, int64_t count, const int64_t size) {
+static __attribute__((noinline, noclone)) void weigh(gathered *g, float *s, int64_t count, const int64_t size) {
   for (int64_t t = count; t < KEYS; t++) s[t] = -INFINITY;
   float best = g->most, lanes[WIDTH];
   for (int j = 0; j < WIDTH; j++) lanes[j] = best;

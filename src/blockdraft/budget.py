@@ -115,22 +115,27 @@ class Budget:
         if best_rate >= MARGIN * self._rate_without(self.costs, matches, copied):
             self._resting, self._pause = 0, FIRST_PAUSE
             return best
-        if LONG_COPY in kinds:  # copying alone is better now, which says nothing about drafting elsewhere
+        if set(kinds) == {LONG_COPY}:  # copying alone is better now, which says nothing about drafting elsewhere
             return 1
-        return self._rest()
+        trial = self.costs.of_draft(rows * self.block_size) + self.costs.of_verify(
+            round(sum(self._drafted[k].verified for k in kinds))
+        )
+        return self._rest(trial / self.costs.of_verify(rows) - 1)
 
     def _rate_without(self, costs: Costs, matches: Sequence[int], copied: int) -> float:
-        """Tokens per second of a round that only copies: the best number of the likeliest copied tokens."""
-        rows = len(matches)
-        chains = [math.exp(log) for match in matches if match for log in self._copy_chain(match, copied)]
-        gained = [0.0, *accumulate(sorted(chains, reverse=True))]
-        sizes = {min(rows * (tokens - 1), len(chains)) for tokens, _ in costs.verify}
-        paces = self._paces
-        return max((rows + gained[size]) / paces[COPIED if size else PLAIN].of(costs.of_verify(rows + size)) for size in sizes)
+        """Tokens per second of a round that only copies: the best number of copied tokens, the same for every row."""
+        rows, paces = len(matches), self._paces
+        chains = [[math.exp(log) for log in self._copy_chain(match, copied)] for match in matches if match]
+        gained = [0.0, *accumulate(sum(chain[i] for chain in chains) for i in range(copied if chains else 0))]
+        sizes = {min(tokens - 1, len(gained) - 1) for tokens, _ in costs.verify}
+        return max(
+            (rows + gained[size]) / paces[COPIED if size else PLAIN].of(costs.of_verify(rows * (size + 1))) for size in sizes
+        )
 
-    def _rest(self) -> int:
+    def _rest(self, dearer: float) -> int:
+        """Plain rounds, and after a pause a trial; the dearer a trial is than a plain round, the longer the pause."""
         self._resting += 1
-        if self._resting <= self._pause:
+        if self._resting <= self._pause * max(1.0, dearer):
             return 1
         self._resting, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
         return self.block_size
@@ -166,7 +171,8 @@ class Budget:
         draft = self.costs.of_draft(rows * slots) if slots > 1 else 0.0
         sizes = [tokens - 1 for tokens, _ in self.costs.verify if tokens - 1 <= self.most]
         costs = self.costs
-        best = max(sizes, key=lambda n: (rows + expected[n]) / (draft + costs.of_verify(rows * (n + 1))))
+        kinds = [DRAFTED if slots > 1 else COPIED if n else PLAIN for n in range(self.most + 1)]
+        best = max(sizes, key=lambda n: (rows + expected[n]) / self._paces[kinds[n]].of(draft + costs.of_verify(rows * (n + 1))))
         return [min(best, count) for count in there]
 
     # ---- what became of it
@@ -181,7 +187,8 @@ class Budget:
         if self.costs is not None:
             slots, candidates = (max(found) for found in zip(*((p.slots, len(p.tokens)) for p in pending), strict=True))
             rows, kind = len(pending), DRAFTED if slots > 1 else COPIED if candidates else PLAIN
-            self._round = kind, self.costs.of_draft(rows * slots) + self.costs.of_verify(rows * (candidates + 1))
+            draft = self.costs.of_draft(rows * slots) if slots > 1 else 0.0
+            self._round = kind, draft + self.costs.of_verify(rows * (candidates + 1))
 
     def learn(self, row: int, committed: Sequence[Sequence[int]]) -> None:
         """A round has ended: take in the tokens that stood, for rows ``row, row + 1, ...`` the anchor and the accepted ones."""

@@ -10,7 +10,7 @@ from blockdraft.budget import MOST, Budget
 from blockdraft.decode import decode
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
-from blockdraft.drafters.eagle3 import Eagle3Drafter
+from blockdraft.drafters.eagle3 import DEPTH, Eagle3Drafter
 from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.errors import UsageError
 from blockdraft.probe import costs_of
@@ -177,9 +177,13 @@ def with_tree(
     """
     if tree not in ("auto", "off") and (not isinstance(tree, int) or not 1 <= tree <= MOST_CANDIDATES):
         raise UsageError(f"tree is {tree!r}; it must be auto, off, or a number of candidates from 1 to {MOST_CANDIDATES}")
-    if isinstance(drafter, Eagle3Drafter) and isinstance(tree, int):
+    if isinstance(drafter, Eagle3Drafter):
+        if not isinstance(tree, int):
+            return drafter.with_tree(None)
         if acceptance == "rejection":
             raise UsageError(TREE_UNDER_REJECTION)
+        if block_size is not None and not 1 < block_size <= DEPTH + 1:
+            raise UsageError(f"the block size is {block_size}; with a tree of EAGLE-3 it must be from 2 to {DEPTH + 1}")
         return drafter.with_tree(tree)
     if not isinstance(drafter, DFlashDrafter):
         if isinstance(tree, int):

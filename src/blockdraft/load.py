@@ -226,7 +226,7 @@ def _load_eagle3(folder: Path, name: str, target: Target) -> Eagle3Drafter:
     check_eagle3(network, target, name)
     network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
     packed = pack_linears(network.linears(), target.dtype, target.device)
-    return Eagle3Drafter(network, target.embed, name, packed)
+    return Eagle3Drafter(network, target.embed, target.vocab_size, name, packed)
 
 
 def shipped_drafter(target: Target) -> Path:

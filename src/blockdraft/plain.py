@@ -99,6 +99,7 @@ class PlainLayers:
             The last layer's output, and the tapped ones side by side ``[rows, positions, taps * hidden]``, float32.
         """
         rows, positions, hidden = x.shape
+        assert len(set(taps)) == len(taps), "a layer is tapped twice"
         assert hidden == self.hidden and rope[0].shape[1:] == (positions, self.size), "sizes of other layers"
         x = x.to(torch.float32, copy=True).contiguous()
         cosines, sines = (t.float().expand(rows, -1, -1).contiguous() for t in rope)

@@ -24,7 +24,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST + 1)  # tokens of a verifica
 REPEATS = 4
 CHANGED = 1.5  # times as long or short as it was
 OBSERVED = 2  # tokens that a drafter takes in before a draft
-FORMAT = 4  # changes when what is measured does
+FORMAT = 5  # changes when what is measured does
 
 
 def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
@@ -36,9 +36,9 @@ def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
     try:
         found = json.loads(place.read_text())
         kept = Costs(*(tuple((int(tokens), float(seconds)) for tokens, seconds in found[name]) for name in ("verify", "draft")))
-        if _still_true(kept, target):
+        if 1 / CHANGED < _step(target) / float(found["step"]) < CHANGED:
             return kept
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         pass
     began = time.perf_counter()
     costs = measure(target, drafter)
@@ -46,16 +46,16 @@ def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
         print("blockdraft: measured what tokens cost on this machine, once; kept for the next start", file=sys.stderr)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, lambda path: path.write_text(json.dumps(asdict(costs))))
+        write_whole(place, lambda path: path.write_text(json.dumps({**asdict(costs), "step": _step(target)})))
     except OSError:
         pass  # a store that cannot be written costs a measurement per start, and nothing else
     return costs
 
 
-def _still_true(costs: Costs, target: Target) -> bool:
+def _step(target: Target) -> float:
+    """Seconds of a plain step in an empty cache."""
     cache, token = target.new_cache(1, REPEATS + 1), torch.zeros(1, dtype=torch.long, device=target.device)
-    now = _seconds(lambda: target.step(cache, token).max(dim=-1).indices.tolist())
-    return costs.of_verify(1) / CHANGED < now < costs.of_verify(1) * CHANGED
+    return _seconds(lambda: target.step(cache, token).max(dim=-1).indices.tolist())
 
 
 def measure(target: Target, drafter: DFlashDrafter) -> Costs:
@@ -65,7 +65,7 @@ def measure(target: Target, drafter: DFlashDrafter) -> Costs:
     ids = torch.randint(0, target.vocab_size, (context,), generator=generator).tolist()
     cache = target.new_cache(1, context + MOST + 1)
     tree = TreeDrafter(drafter, Budget(None, drafter.block_size, MOST))
-    tree.reset(1, context + MOST + 1)
+    tree.reset(1, context + OBSERVED + max(MOST + 1, drafter.block_size))
     observed = None
     for _, features in target.prefill(cache, 0, ids, drafter.taps):
         assert features is not None

@@ -123,7 +123,7 @@ def make_method(name: str, target: Target, drafters: Sequence[LoadedDrafter], mo
     if kind in ("eagle3", "eagle3-tree"):
         if eagle is None:
             raise UsageError(f"method {name} needs an EAGLE-3 drafter; give its folder with --drafter")
-        return Engine(name, target, eagle if kind == "eagle3" else eagle.with_tree(int(detail or EAGLE3_TREE)))
+        return Engine(name, target, with_tree(target, eagle, "off" if kind == "eagle3" else int(detail or EAGLE3_TREE)))
     if name in ("ar", "lookup", "dflash", "dflash-tree"):
         made: Drafter | None = {"ar": None, "lookup": LookupDrafter()}.get(name, drafter)
         return Engine(name, target, with_tree(target, made, "auto" if name == "dflash-tree" else "off"))

@@ -3,6 +3,7 @@
 The six tasks and their prompt formats are those of the DFlash benchmarks (z-lab/dflash ``benchmark.py``).
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ class Task:
     source: str
     conversations: list[Conversation]
 
+    def digest(self) -> str:
+        """Of what is asked: two tasks of one name may ask different things."""
+        return hashlib.sha256(json.dumps(self.conversations).encode()).hexdigest()[:16]
+
 
 def read_tasks(names: Sequence[str], data_dir: Path | None, limit: int | None) -> list[Task]:
     """Tasks by name, or by the path of a JSONL file.
@@ -73,6 +78,9 @@ def read_tasks(names: Sequence[str], data_dir: Path | None, limit: int | None) -
             tasks.append(_from_folder(name, data_dir))
         else:
             tasks.append(_from_hub(name, limit))
+    found = [task.name for task in tasks]
+    if len(set(found)) < len(found):
+        raise UsageError(f"two tasks are called {next(name for name in found if found.count(name) > 1)}; name each once")
     return [Task(task.name, task.source, task.conversations[:limit]) for task in tasks]
 
 

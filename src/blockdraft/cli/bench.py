@@ -66,13 +66,14 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.sampling import SamplingParams
 
     drafters = _drafters(args.drafter, names, target)
-    methods = [make_method(name, target, drafters, args.target) for name in names]
+    methods = [make_method(name, target, [drafter for drafter, _ in drafters], args.target) for name in names]
     seed = args.seed if args.temperature > 0 else None
     params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=seed)
     settings = {
         "target": target.name,
-        "drafter": ",".join(drafter.name for drafter in drafters) or None,
-        "tasks": ",".join(f"{task.name}:{len(task.conversations)}" for task in tasks),
+        "drafter": ",".join(drafter.name for drafter, _ in drafters) or None,
+        "drafter_sha256": [digest for _, digest in drafters],
+        "tasks": {task.name: task.digest() for task in tasks},
         "methods": ",".join(names),
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -99,11 +100,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _drafters(folders: list[str] | None, names: list[str], target: "Target") -> "list[LoadedDrafter]":
-    """The drafters that were named, or the shipped one where a method needs it; one of a kind, and none without a method."""
-    from blockdraft.load import load_drafter
+def _drafters(folders: list[str] | None, names: list[str], target: "Target") -> "list[tuple[LoadedDrafter, str | None]]":
+    """The drafters that were named, or the shipped one where a method needs it, with the digests of their weights.
 
-    wanted = {kind: any(kind in name for name in names) for kind in ("dflash", "eagle3", "draft-model")}
+    One of a kind, and none without a method.
+    """
+    from blockdraft.load import load_drafter, shipped_drafter
+    from blockdraft.store import weights_digest
+
+    asked = {name.partition(":")[0] for name in names}
+    wanted = {kind: any(kind in name for name in asked) for kind in ("dflash", "eagle3", "draft-model")}
     drafters = [load_drafter(folder, target) for folder in folders or []]
     found = [drafter.method for drafter in drafters]
     for folder, kind in zip(folders or [], found, strict=True):
@@ -111,9 +117,11 @@ def _drafters(folders: list[str] | None, names: list[str], target: "Target") -> 
             raise UsageError(f"--drafter {folder} has no effect with these methods; leave it out or add {kind}")
         if found.count(kind) > 1:
             raise UsageError(f"--drafter names two {kind} drafters; measure one at a time")
+    places = [Path(folder).expanduser() for folder in folders or []]
     if wanted["dflash"] and "dflash" not in found:
         drafters.append(load_drafter(None, target))
-    return drafters
+        places.append(shipped_drafter(target))
+    return [(drafter, weights_digest(place)) for drafter, place in zip(drafters, places, strict=True)]
 
 
 def _begun(out: Path | None, document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -121,11 +129,11 @@ def _begun(out: Path | None, document: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         found = json.loads(out.read_text()) if out is not None else {}
         same = found["complete"] is False and all(found[key] == document[key] for key in ("environment", "settings"))
+        done = list(dict.fromkeys(result["task"] for result in found["results"])) if same else []
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    if not same:
+    if not same or str(document["environment"]["git"]).endswith("-dirty"):  # two unlike states of the code may be called that
         return []
-    done = list(dict.fromkeys(result["task"] for result in found["results"]))
     if done:
         print(f"blockdraft: {out} was interrupted; going on behind {', '.join(done)}", file=sys.stderr)
     return found["results"]

@@ -19,6 +19,7 @@ from blockdraft.attention import Mask, additive, attend, visibility
 from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash import KeyValues, rotate
+from blockdraft.errors import UsageError
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import best
 
@@ -158,6 +159,7 @@ class Eagle3Drafter:
     Args:
         network: the drafter, in evaluation mode, on the target's device.
         embed: ids ``[...]`` -> the target's raw embedding rows ``[..., hidden]``.
+        vocabulary: rows of the target's head.
         name: for results.
         packed_bytes: of the packed copies of its weights.
         candidates: of a tree; None: a chain.
@@ -167,12 +169,13 @@ class Eagle3Drafter:
         self,
         network: Eagle3,
         embed: Callable[[Tensor], Tensor],
+        vocabulary: int,
         name: str = "eagle3",
         packed_bytes: int = 0,
         candidates: int | None = None,
     ):
         self.network, self.embed, self.name, self.packed_bytes = network.eval(), embed, name, packed_bytes
-        self.config, self.candidates = network.config, candidates
+        self.config, self.vocabulary, self.candidates = network.config, vocabulary, candidates
         self.method = "eagle3" if candidates is None else "eagle3-tree"
         self.block_size = BLOCK_SIZE if candidates is None else DEPTH + 1
         self.taps = self.config.taps
@@ -182,7 +185,7 @@ class Eagle3Drafter:
 
     def with_tree(self, candidates: int | None) -> "Eagle3Drafter":
         """The same network, drafting a tree of so many candidates; None: a chain."""
-        return Eagle3Drafter(self.network, self.embed, self.name, self.packed_bytes, candidates)
+        return Eagle3Drafter(self.network, self.embed, self.vocabulary, self.name, self.packed_bytes, candidates)
 
     def room(self, block_size: int) -> int:
         return block_size if self.candidates is None else self.candidates + 1
@@ -232,7 +235,8 @@ class Eagle3Drafter:
             try:
                 if self.candidates is None:
                     return self._chain(output, widths, draw)
-                assert draw is None, "a tree's candidates are chosen, not drawn"
+                if draw is not None:
+                    raise UsageError("a tree's candidates are chosen, not drawn, so the rejection rule has no law for them")
                 return self._tree(output, widths, self.candidates)
             finally:  # what was drafted comes from own output, and the last token's successor is not certain yet: both go
                 for i in range(rows):
@@ -309,7 +313,7 @@ class Eagle3Drafter:
 
     def _spread(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary; minus infinity for words that are not in the drafter's."""
-        out = logits.new_full((*logits.shape[:-1], self.config.vocabulary), float("-inf"))
+        out = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
         out[..., self._words] = logits
         return out
 

@@ -32,6 +32,7 @@ class ModelDrafter:
     def __init__(self, model: Target, vocabulary: int, name: str = ""):
         self.model, self.vocabulary = model, vocabulary
         self.name, self.block_size = name or model.name, BLOCK_SIZE
+        self._known = model.embedding.num_embeddings - 1  # padding of the target's vocabulary may lie beyond
 
     def room(self, block_size: int) -> int:
         return block_size
@@ -43,7 +44,7 @@ class ModelDrafter:
     def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
         for i, count in enumerate(counts):
             unread = self._unread[row + i]
-            unread += tokens[i, :count].tolist()
+            unread += tokens[i, :count].clamp(max=self._known).tolist()
             if len(unread) > CHUNK:
                 for _ in self.model.prefill(self.cache, row + i, unread):
                     pass
@@ -62,7 +63,7 @@ class ModelDrafter:
             else:  # noise is keyed by position: earlier tokens are drawn again, the same
                 tokens, laws = draw(torch.stack(logits, dim=1))
             if step + 1 < steps:
-                logits.append(self._fitted(self.model.step(self.cache, tokens[:, step])))
+                logits.append(self._fitted(self.model.step(self.cache, tokens[:, step].clamp(max=self._known))))
         for row, length in enumerate(lengths):  # the anchor and what was drafted are not observed yet
             self.cache.truncate(row, length + len(self._unread[row]))
             self._unread[row].clear()
@@ -70,7 +71,8 @@ class ModelDrafter:
 
     def _read(self, anchors: Tensor) -> Tensor:
         """Take in what was observed and the anchors; the logits ``[rows, vocabulary]`` behind them."""
-        ids = [[*unread, anchor] for unread, anchor in zip(self._unread, anchors.tolist(), strict=False)]
+        known = anchors.clamp(max=self._known).tolist()
+        ids = [[*unread, anchor] for unread, anchor in zip(self._unread, known, strict=False)]
         counts = [len(row) for row in ids]
         padded = torch.tensor([row + [0] * (max(counts) - len(row)) for row in ids], device=anchors.device)
         found, _ = self.model.verify(self.cache, padded[:, 0], Proposal(padded[:, 1:], counts))

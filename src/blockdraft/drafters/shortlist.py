@@ -71,6 +71,7 @@ def read_shortlist(folder: Path, rows: int) -> Tensor | None:
 def write_shortlist(ids: Sequence[int], folder: Path) -> None:
     """Write the file; no ids: remove it."""
     path = folder / FILE
+    (folder / "shortlist.safetensors").unlink(missing_ok=True)  # its first form
     if not ids:
         path.unlink(missing_ok=True)
         return

@@ -18,8 +18,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 def is_eagle3(raw: dict[str, Any]) -> bool:
-    """Whether a config is that of an EAGLE-3 drafter."""
-    return "draft_vocab_size" in raw and any("eagle3" in str(name).lower() for name in raw.get("architectures") or [ARCHITECTURE])
+    """Whether a config is that of an EAGLE-3 drafter: SafeAILab's own says ``LlamaForCausalLM``, others ``...Eagle3``."""
+    return "draft_vocab_size" in raw and not any("dflash" in str(name).lower() for name in raw.get("architectures") or [])
 
 
 def read(folder: Path, target_layers: int) -> Eagle3:

@@ -60,6 +60,9 @@ def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             raise UsageError(f"{folder}: {name} has shape {list(tensor.shape)}, the config asks for {list(expected[name].shape)}")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            raise UsageError(f"{folder}: {name} is stored as {tensor.dtype}; ids are whole numbers, and weights are not")
     weights = [tensors[name] for name in expected if expected[name].is_floating_point()]
     dtypes = {tensor.dtype for tensor in weights}
     if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
