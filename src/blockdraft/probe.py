@@ -38,7 +38,7 @@ def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
         kept = Costs(*(tuple((int(tokens), float(seconds)) for tokens, seconds in found[name]) for name in ("verify", "draft")))
         if 1 / CHANGED < _step(target) / float(found["step"]) < CHANGED:
             return kept
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
         pass
     began = time.perf_counter()
     costs = measure(target, drafter)
