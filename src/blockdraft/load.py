@@ -205,7 +205,7 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
     raw = read_config(folder)
     if eagle3.is_eagle3(raw):
         return _load_eagle3(folder, name, target)
-    if any(str(kind).endswith("ForCausalLM") for kind in raw.get("architectures") or []):
+    if "dflash_config" not in raw and any(str(kind).endswith("ForCausalLM") for kind in raw.get("architectures") or []):
         model = load_target(folder, target.dtype, str(target.device))
         refuse_other_tokenizer(model, target)
         return ModelDrafter(model, target.vocab_size, name)
