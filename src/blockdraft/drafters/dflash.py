@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, c: Qwen3Config):
+    def __init__(self, c: Qwen3Config | LlamaConfig):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)

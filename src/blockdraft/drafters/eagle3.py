@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from blockdraft.attention import Mask, additive, attend, visibility
 from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Draw
-from blockdraft.drafters.dflash import KeyValues, rotate
+from blockdraft.drafters.dflash import MLP, KeyValues, rotate
 from blockdraft.errors import UsageError
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import best
@@ -69,20 +68,6 @@ class Attention(nn.Module):
         )
         keys, values = kv.update(rotate(key, *rope), value, 0)
         return self.o_proj(attend(rotate(query, *rope), keys, values, mask, self.scale).flatten(2))
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, c: LlamaConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-        self.act = ACT2FN[c.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MidLayer(nn.Module):
