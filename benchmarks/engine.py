@@ -20,10 +20,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.decode import decode
 from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
+from blockdraft.formats.zlab import default_taps
 from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
+from blockdraft.verification import own_reference
 
 QWEN3_8B = {
     "vocab_size": 151_936,
@@ -103,7 +105,7 @@ def main() -> None:
         config = Qwen3Config(**shape, max_position_embeddings=4096, tie_word_embeddings=False)
         model = Qwen3ForCausalLM._from_config(config, dtype=dtype).eval()
         layers = shape["num_hidden_layers"]
-        taps = tuple(round(1 + i * (layers - 4) / 4) for i in range(5)) if layers > 5 else (0, 1)
+        taps = tuple(default_taps(layers, 5)) if layers > 5 else (0, 1)
         backbone = Qwen3Config(**{**shape, "num_hidden_layers": 5}, max_position_embeddings=4096)
         drafting = DFlashConfig(backbone, BLOCK, 7, taps, layers, (False,) * 5, (None,) * 5)
         network = DFlash(drafting).to(dtype)
@@ -115,18 +117,11 @@ def main() -> None:
     read = bytes_of(model, model.get_input_embeddings())
     drafted = read + bytes_of(network) + bytes_of(model.get_output_embeddings())  # the head is read for the draft too
     report("ar", run(target, None, prompt, params), read / speed)
-    text = prompt + plain(target, prompt, params)
+    text = prompt + own_reference(target, prompt, params)
     for accuracy in map(float, args.accuracies.split(",")):
         drafter.script(text, accuracy)
         measured = run(target, drafter, prompt, params, text)
         report(f"dflash, accuracy {accuracy}", measured, drafted / speed)
-
-
-def plain(target: Target, prompt: list[int], params: SamplingParams) -> list[int]:
-    request = Request(prompt, params, target)
-    for _ in decode(target, None, [request]):
-        pass
-    return request.output
 
 
 def run(

@@ -1,16 +1,31 @@
 """Drafters for tests: what they propose is known, whatever the target says."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
+from blockdraft.decode import decode
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
 from blockdraft.proposal import Proposal
+from blockdraft.request import Request
+from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
+
+COUNT = 24  # tokens of an answer
+
+
+def run(target, drafter, prompts, batch_size=1, **params):  # type: ignore[no-untyped-def]
+    """Requests of ``COUNT`` tokens each, whatever ends would stop them, decoded to the end."""
+    params = SamplingParams(**{"max_new_tokens": COUNT, "stop_token_ids": (), **params})
+    requests = [Request(prompt, params, target, row) for row, prompt in enumerate(prompts)]
+    for _ in decode(target, drafter, requests, batch_size):
+        pass
+    return requests
 
 
 class Scripted:
@@ -88,21 +103,33 @@ def knowing(answers: dict[tuple[int, ...], list[int]], wrong_by: int = 0, vocabu
     return Scripted(guess)
 
 
+def _sizes(target: Target) -> dict[str, Any]:
+    """Of a small drafter's layers, for a tiny target."""
+    return {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": target.embedding.num_embeddings,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
+def _randomise(network: nn.Module, width: float) -> None:
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, width)
+            else:
+                parameter.uniform_(0.5, 1.5)
+
+
 def dflash_config(target: Target, **changes: object) -> DFlashConfig:
     """A small drafter for a tiny target."""
     layers = 2
-    backbone = Qwen3Config(
-        hidden_size=target.hidden_size,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=target.embedding.num_embeddings,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        sliding_window=None,
-    )
+    backbone = Qwen3Config(**_sizes(target), num_hidden_layers=layers, sliding_window=None)
     plain = {
         "backbone": backbone,
         "block_size": 8,
@@ -118,12 +145,7 @@ def dflash_config(target: Target, **changes: object) -> DFlashConfig:
 def random_drafter(target: Target, seed: int = 0, **changes: object) -> DFlashDrafter:
     torch.manual_seed(seed)
     network = DFlash(dflash_config(target, **changes))
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-            else:
-                parameter.uniform_(0.5, 1.5)
+    _randomise(network, 0.2)
     return DFlashDrafter(network.to(target.dtype).requires_grad_(False), target.embed, target.head, name="random")
 
 
@@ -133,22 +155,11 @@ EAGLE3_TAPS = (0, 1, 3)  # the usual ones of a target of five layers are one and
 def random_eagle3(target: Target, words: int = 40, candidates: int | None = None, seed: int = 0) -> Eagle3Drafter:
     """A small EAGLE-3 drafter for a tiny target, over some of its words."""
     torch.manual_seed(seed)
-    backbone = LlamaConfig(
-        hidden_size=target.hidden_size,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=target.embedding.num_embeddings,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    backbone = LlamaConfig(**_sizes(target), num_hidden_layers=1)
     config = Eagle3Config(backbone, words, target.embedding.num_embeddings, EAGLE3_TAPS)
     network = Eagle3(config)
+    _randomise(network, 0.3)
     with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
         ids = torch.randperm(config.vocabulary)[:words].sort().values
         network.d2t.copy_(ids - torch.arange(words))
         network.t2d.fill_(False)[ids] = True

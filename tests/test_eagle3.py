@@ -10,19 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockdraft.cli.main import main
-from blockdraft.decode import decode
 from blockdraft.drafters.eagle3 import DEPTH, TOP_K
 from blockdraft.errors import UsageError
 from blockdraft.formats import eagle3
 from blockdraft.generation import generate
 from blockdraft.load import load_drafter, load_target
-from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from tests import tiny
-from tests.doubles import EAGLE3_TAPS, random_eagle3
+from tests.doubles import COUNT, EAGLE3_TAPS, random_eagle3, run
 from tests.training import sequence_features
-
-COUNT = 24
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +123,6 @@ def test_a_tree_holds_the_best_of_what_was_expanded(candidates, llama, sequence)
             assert parent < len(paths)
             paths.append((*paths[parent], token))
         assert set(paths[1:]) == {path for path, _ in best}
-
-
-def run(target, drafter, prompts, batch_size=1, **params):
-    params = SamplingParams(**{"max_new_tokens": COUNT, "stop_token_ids": (), **params})
-    requests = [Request(prompt, params, target, row) for row, prompt in enumerate(prompts)]
-    for _ in decode(target, drafter, requests, batch_size):
-        pass
-    return requests
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])

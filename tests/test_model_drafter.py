@@ -4,17 +4,14 @@ import pytest
 import torch
 
 from blockdraft.cli.main import main
-from blockdraft.decode import decode
 from blockdraft.drafters.model import CHUNK, ModelDrafter
 from blockdraft.errors import UsageError
 from blockdraft.generation import generate
 from blockdraft.load import load_drafter, load_target
-from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
 from tests import tiny
-
-COUNT = 24
+from tests.doubles import COUNT, run
 
 
 def first_layers(family="llama", layers=3):
@@ -23,14 +20,6 @@ def first_layers(family="llama", layers=3):
     part = tiny.model(family, num_hidden_layers=layers)
     part.load_state_dict(whole.state_dict(), strict=False)
     return part
-
-
-def run(target, drafter, prompts, batch_size=1, **params):
-    params = SamplingParams(**{"max_new_tokens": COUNT, "stop_token_ids": (), **params})
-    requests = [Request(prompt, params, target, row) for row, prompt in enumerate(prompts)]
-    for _ in decode(target, drafter, requests, batch_size):
-        pass
-    return requests
 
 
 def test_drafts_are_the_smaller_models_own_words():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockdraft.budget import MOST, Budget, Costs, Pending
-from blockdraft.decode import Decoder, decode
+from blockdraft.decode import Decoder
 from blockdraft.drafters.lookup import History, LookupDrafter
 from blockdraft.drafters.tree import TreeDrafter, grow
 from blockdraft.errors import UsageError
@@ -20,20 +20,10 @@ from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from tests import tiny
-from tests.doubles import Scripted, random_drafter
+from tests.doubles import COUNT, Scripted, random_drafter, run
 
 FREE = Costs(verify=((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (16, 1.0), (33, 1.0), (65, 1.0)), draft=((2, 0.01), (8, 0.01)))
 DEAR = Costs(verify=((1, 1.0), (2, 1.9), (4, 3.7), (8, 7.5), (16, 15.0)), draft=((2, 0.5), (8, 0.5)))
-COUNT = 24
-
-
-def run(target, drafter, prompts, batch_size=1, **params):
-    requests = [
-        Request(prompt, SamplingParams(**{"max_new_tokens": COUNT, "stop_token_ids": (), **params}), target, row)
-        for row, prompt in enumerate(prompts)
-    ]
-    list(decode(target, drafter, requests, batch_size))
-    return requests
 
 
 class Sure(Scripted):

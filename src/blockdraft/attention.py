@@ -80,6 +80,11 @@ def visibility(span: Span, rule: Callable[..., Tensor], device: torch.device) ->
     return seen.expand(rows, 1, count, span.end)
 
 
+def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The plain rule, for ``visibility``."""
+    return key <= query
+
+
 def _mask(
     batch_size: int,
     q_length: int,

@@ -44,9 +44,9 @@ class Costs:
     def of_verify(self, tokens: int) -> float:
         return _between(self.verify, tokens)
 
-    def of_draft(self, slots: int) -> float:
-        """Nothing is drafted in a block of one slot, the anchor."""
-        return _between(self.draft, slots) if slots > 1 else 0.0
+    def of_draft(self, slots: int, rows: int = 1) -> float:
+        """Of blocks of so many slots each; nothing is drafted in a block of one slot, the anchor."""
+        return _between(self.draft, rows * slots) if slots > 1 else 0.0
 
 
 def _between(points: Sequence[tuple[int, float]], x: int) -> float:
@@ -103,13 +103,13 @@ class Budget:
         if self.fixed is not None or self.costs is None:
             return self.block_size
         rows, kinds = len(matches), [_kind(match) for match in matches]
+        verified = round(sum(self._drafted[kind].verified for kind in kinds))
         best, best_rate = 1, 0.0
         for slots in sorted({self.block_size, (self.block_size + 1) // 2}):
             if slots < 2:
                 continue
             gain = sum(self._drafted[kind].gain(slots) for kind in kinds)
-            verified = round(sum(self._drafted[kind].verified for kind in kinds))
-            seconds = self._paces[DRAFTED].of(self.costs.of_draft(rows * slots) + self.costs.of_verify(verified))
+            seconds = self._paces[DRAFTED].of(self.costs.of_draft(slots, rows) + self.costs.of_verify(verified))
             if (rate := (rows + gain) / seconds) > best_rate:
                 best, best_rate = slots, rate
         if best_rate >= MARGIN * self._rate_without(self.costs, matches, copied):
@@ -117,9 +117,7 @@ class Budget:
             return best
         if set(kinds) == {LONG_COPY}:  # copying alone is better now, which says nothing about drafting elsewhere
             return 1
-        trial = self.costs.of_draft(rows * self.block_size) + self.costs.of_verify(
-            round(sum(self._drafted[k].verified for k in kinds))
-        )
+        trial = self.costs.of_draft(self.block_size, rows) + self.costs.of_verify(verified)
         return self._rest(trial / self.costs.of_verify(rows) - 1)
 
     def _rate_without(self, costs: Costs, matches: Sequence[int], copied: int) -> float:
@@ -168,7 +166,7 @@ class Budget:
                 if i < len(row):
                     gained += self._nodes.of(_bin(row[i])) if row[i] > float("-inf") else 0.0
                 expected[i + 1] += gained
-        draft = self.costs.of_draft(rows * slots) if slots > 1 else 0.0
+        draft = self.costs.of_draft(slots, rows)
         sizes = [tokens - 1 for tokens, _ in self.costs.verify if tokens - 1 <= self.most]
         costs = self.costs
         kinds = [DRAFTED if slots > 1 else COPIED if n else PLAIN for n in range(self.most + 1)]
@@ -187,8 +185,7 @@ class Budget:
         if self.costs is not None:
             slots, candidates = (max(found) for found in zip(*((p.slots, len(p.tokens)) for p in pending), strict=True))
             rows, kind = len(pending), DRAFTED if slots > 1 else COPIED if candidates else PLAIN
-            draft = self.costs.of_draft(rows * slots) if slots > 1 else 0.0
-            self._round = kind, draft + self.costs.of_verify(rows * (candidates + 1))
+            self._round = kind, self.costs.of_draft(slots, rows) + self.costs.of_verify(rows * (candidates + 1))
 
     def learn(self, row: int, committed: Sequence[Sequence[int]]) -> None:
         """A round has ended: take in the tokens that stood, for rows ``row, row + 1, ...`` the anchor and the accepted ones."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from blockdraft.anatomy import Anatomy, dissect, first_tensor
-from blockdraft.attention import FEW, additive, attending_over, visibility
+from blockdraft.attention import FEW, additive, attending_over, causal, visibility
 from blockdraft.cache import KVCache
 from blockdraft.errors import UsageError
 from blockdraft.packing import PackedLinear, pack_linears, unpack_linears
@@ -181,7 +181,7 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
-        mask = additive(visibility(span, _causal, self.device), cache.dtype)
+        mask = additive(visibility(span, causal, self.device), cache.dtype)
         for i in which:
             x, given = (
                 _as_float(asked[i][0]),
@@ -339,7 +339,7 @@ class Target:
             x = self.embedding(tokens).float()  # the rotary angles come in the dtype of what they are asked with
             mask = None
             if span.count > 1 or span.visible is not None:
-                mask = additive(visibility(span, _causal, self.device), cache.dtype)
+                mask = additive(visibility(span, causal, self.device), cache.dtype)
             hidden, features = layers.run(x, self._rotary(x, positions), cache, span, mask, taps)
             if isinstance(keep, Tensor):
                 hidden = hidden[:, keep]
@@ -374,10 +374,6 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return key <= query
 
 
 def _as_float(value: Any) -> Any:

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from blockdraft.attention import Mask, additive, attend, visibility
+from blockdraft.attention import Mask, additive, attend, causal, visibility
 from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash import MLP, KeyValues, rotate
+from blockdraft.drafters.shortlist import spread
+from blockdraft.drafters.tree import best_nodes
 from blockdraft.errors import UsageError
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import best
@@ -203,7 +205,7 @@ class Eagle3Drafter:
         inside = positions.clamp(max=self._fused.shape[1] - 1)  # padding of narrower rows
         embedded = self.embed(self._tokens[row, inside + 1]).to(self.dtype)
         span = self.cache.open(first, positions)
-        mask = None if span.lone else additive(visibility(span, _causal, self.device), self.cache.dtype)
+        mask = None if span.lone else additive(visibility(span, causal, self.device), self.cache.dtype)
         output = self.network(embedded, self._fused[row, inside], positions, self.cache, mask)
         self.cache.commit([range(count) for count in counts])
         self.forwards += 1
@@ -236,7 +238,7 @@ class Eagle3Drafter:
             if draw is None:
                 tokens = torch.cat([tokens, self._words[best(logits[-1])][:, None]], dim=1)
             else:  # noise is keyed by position: earlier tokens are drawn again, the same
-                tokens, laws = draw(self._spread(torch.stack(logits, dim=1)))
+                tokens, laws = draw(spread(torch.stack(logits, dim=1), self._words, self.vocabulary))
             if step + 1 < steps:
                 output = self._extend(tokens[:, step : step + 1], output[:, None], step, None)[:, 0]
         return Proposal(tokens, list(widths), probabilities=laws)
@@ -272,7 +274,7 @@ class Eagle3Drafter:
         logs = F.log_softmax(self.network.logits(output).float(), dim=-1)
         scores, places = logs.topk(wide, dim=-1)
         tokens = self._words[places]
-        all_scores, all_tokens, all_parents = [scores], [tokens], [torch.zeros_like(tokens)]
+        grown_levels = [(scores, tokens, torch.zeros_like(tokens))]
         node, above = torch.arange(1, wide + 1, device=self.device).expand(rows, -1), output[:, None].expand(-1, wide, -1)
         itself = torch.eye(wide, dtype=torch.bool, device=self.device).expand(rows, -1, -1)
         seen, known = itself, wide
@@ -284,23 +286,16 @@ class Eagle3Drafter:
             inside = torch.tensor([depth + 2 < width for width in widths], device=self.device)  # narrower rows end sooner
             grown = grown.masked_fill(~inside[:, None, None], float("-inf"))
             children = self._words[places].flatten(1)
-            all_scores.append(grown.flatten(1))
-            all_tokens.append(children)
-            all_parents.append(node[:, :, None].expand(-1, -1, wide).flatten(1))
+            grown_levels.append((grown.flatten(1), children, node[:, :, None].expand(-1, -1, wide).flatten(1)))
             scores, chosen = grown.flatten(1).topk(wide, dim=-1)
             parent = chosen // wide
             tokens, node = children.gather(1, chosen), known + 1 + chosen
             above = out.gather(1, parent[:, :, None].expand(-1, -1, out.shape[-1]))
             seen = torch.cat([seen.gather(1, parent[:, :, None].expand(-1, -1, seen.shape[2])), itself], dim=2)
             known += wide * wide
-        joined = [torch.cat(found, dim=1) for found in (all_scores, all_tokens, all_parents)]
-        return _best(joined[0], joined[1], joined[2], candidates)
-
-    def _spread(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary; minus infinity for words that are not in the drafter's."""
-        out = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
-        out[..., self._words] = logits
-        return out
+        tokens, parents, scores = best_nodes(grown_levels, candidates)
+        counts = (~scores.isneginf()).sum(dim=1).tolist()
+        return Proposal(tokens[:, : max(counts)], [count + 1 for count in counts], parents[:, : max(counts)])
 
     def bytes(self) -> int:
         weights = sum(p.numel() * p.element_size() for p in [*self.network.parameters(), *self.network.buffers()])
@@ -317,20 +312,3 @@ class Eagle3Drafter:
         for held in (self._fused, self._tokens):
             held[target, :length] = held[source, :length]
         self.cache.move(source, target)
-
-
-def _best(scores: Tensor, tokens: Tensor, parents: Tensor, candidates: int) -> Proposal:
-    """The most probable nodes ``[rows, n]``; of equals the shallower, so that parents stand before their children."""
-    values, order = scores.sort(dim=1, descending=True, stable=True)
-    rows, device = len(scores), scores.device
-    place = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=device).expand(rows, -1)) + 1
-    place = F.pad(place, (1, 0))
-    order = order[:, :candidates]
-    counts = (~values[:, :candidates].isneginf()).sum(dim=1).tolist()
-    kept = max(counts)
-    chosen, above = tokens.gather(1, order)[:, :kept], place.gather(1, parents.gather(1, order))[:, :kept]
-    return Proposal(chosen, [count + 1 for count in counts], above)
-
-
-def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return key <= query

@@ -45,9 +45,14 @@ class Shortlist:
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits ``[..., words]`` over the whole vocabulary; minus infinity for words that are not on the list."""
-        out = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
-        out[..., self.ids] = logits
-        return out
+        return spread(logits, self.ids, self.vocabulary)
+
+
+def spread(logits: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+    """Logits ``[..., words]`` of some ids over the whole vocabulary; minus infinity elsewhere."""
+    out = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
+    out[..., ids] = logits
+    return out
 
 
 def read_shortlist(folder: Path, rows: int) -> Tensor | None:

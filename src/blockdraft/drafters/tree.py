@@ -76,7 +76,22 @@ def grow(logs: Tensor, words: Tensor, copies: Tensor, copy_logs: Tensor, nodes: 
         above = above.expand(rows, -1).clone()
         above[:, 0] = first + on_copy
         levels.append((tail, copies[:, slots:], above))
+    return best_nodes(levels, nodes)
+
+
+def best_nodes(levels: Sequence[tuple[Tensor, Tensor, Tensor]], nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The most probable nodes of a tree, best first.
+
+    Args:
+        levels: from the anchor's children on, log-probabilities, tokens and parents ``[rows, n]`` each; parents count over all
+            levels, the anchor is 0, and no node is more probable than its parent.
+        nodes: most of a row.
+
+    Returns:
+        As ``grow``.
+    """
     scores, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    rows, device = len(scores), scores.device
     # A stable order: of equals the shallower comes first, so parents stand before their children.
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     place_of = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=device).expand(rows, -1)) + 1
