@@ -168,7 +168,7 @@ def test_a_shortlist_picks_among_its_words_and_changes_no_output(llama, referenc
     """The chain, the tree and the drawn chain over 30 of 67 words."""
     whole = random_drafter(llama)
     ids = torch.tensor([9, 4, *range(10, 67, 2)])
-    short = DFlashDrafter(whole.network, llama.embed, llama.head, shortlist=Shortlist(ids, llama.head))
+    short = DFlashDrafter(whole.network, llama.embed, llama.head, shortlist=Shortlist.of(ids, llama.head))
     prompt = tiny.prompt(7, 2)
     for drafter in (whole, short):
         drafter.reset(1, 64)

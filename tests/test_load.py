@@ -55,7 +55,7 @@ MISFITS = {
     "shifted": ({"dflash_config": {**NESTED, "shift_label": True}}, "shift_label = True"),
     "dspark": ({"sample_from_anchor": True}, "sample_from_anchor = True"),
     "dflash 2": ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
-    "speculators": ({"speculators_model_type": "dflash"}, "speculators format"),
+    "speculators": ({"speculators_model_type": "mtp"}, "holds a speculators 'mtp' drafter"),
     "another model": ({"architectures": ["LlamaForCausalLM"]}, "holds a LlamaForCausalLM"),
 }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from blockdraft.training import loss as module
 from blockdraft.training.config import TrainConfig
-from blockdraft.training.loss import BlockLoss, LossRule, Words, choices, distillation, slot_weights, some_words
+from blockdraft.training.loss import LossRule, Words, block_loss, choices, distillation, slot_weights, some_words
 from blockdraft.training.metrics import Sums
 
 RULES = {
@@ -54,7 +54,7 @@ def test_chunks_equal_one_piece(rule, chunk, monkeypatch):
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", chunk * 4 * 5 * 31)
     hidden, labels, valid, teacher, words = case()
     ours, reference = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    total, weight, entropies, correct = BlockLoss.apply(ours, labels, valid, teacher, words, rule)
+    total, weight, entropies, correct = block_loss(ours, labels, valid, teacher, words, rule)
     expected = plain(reference, labels, valid, teacher, words, rule)
     torch.testing.assert_close(total.double(), expected, atol=1e-4, rtol=1e-5)
     (2 * total).backward()
@@ -67,7 +67,7 @@ def test_chunks_equal_one_piece(rule, chunk, monkeypatch):
 
 def test_no_gradient_is_computed_where_none_is_asked_for():
     hidden, labels, valid, teacher, words = case()
-    total, *_ = BlockLoss.apply(hidden, labels, valid, teacher, words, LossRule())
+    total, *_ = block_loss(hidden, labels, valid, teacher, words, LossRule())
     assert not total.requires_grad
     assert total.isfinite()
 
@@ -128,8 +128,8 @@ def test_some_words_hold_labels_and_frequent_ones():
 def test_all_words_as_some_words_change_nothing():
     hidden, labels, valid, teacher, words = case()
     some = some_words(words, labels, torch.arange(31), 31 * 2, torch.Generator().manual_seed(0))
-    everything = BlockLoss.apply(hidden, labels, valid, teacher, words, RULES["kl over the best"])
-    assert float(BlockLoss.apply(hidden, labels, valid, teacher, some, RULES["kl over the best"])[0]) == pytest.approx(
+    everything = block_loss(hidden, labels, valid, teacher, words, RULES["kl over the best"])
+    assert float(block_loss(hidden, labels, valid, teacher, some, RULES["kl over the best"])[0]) == pytest.approx(
         float(everything[0]), rel=1e-5
     )
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from blockdraft.attention import BlockedMask
 from blockdraft.cli.main import main
 from blockdraft.drafters import dflash
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.load import load_drafter, load_target
 from blockdraft.training import trainer as module
+from blockdraft.training import unrolled
 from blockdraft.training.batches import Batch
 from blockdraft.training.blocks import Blocks
 from blockdraft.training.corpus import Corpus, identity
@@ -25,7 +27,7 @@ from blockdraft.training.evaluate import as_drafter, decode_held_out
 from blockdraft.training.initial import plain_norm
 from blockdraft.training.trainer import Trainer
 from tests import tiny
-from tests.training import RECIPE, make_corpus, recipe
+from tests.training import KINDS, make_corpus, recipe
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,18 @@ def causal_mask(monkeypatch):
     monkeypatch.setattr(Blocks, "_masks", masks)
 
 
+def forgotten_steps(monkeypatch):
+    """A step does not see the drafted tokens before it."""
+    right = BlockedMask.__init__
+
+    def init(self, context, own):
+        own = own.clone()
+        own[..., :-1] = float("-inf")
+        right(self, context, own)
+
+    monkeypatch.setattr(unrolled, "BlockedMask", type("Forgetful", (BlockedMask,), {"__init__": init}))
+
+
 def leaking_mask(monkeypatch):
     right = Blocks._masks
 
@@ -110,30 +124,54 @@ FAULTS = {
     "causal mask": causal_mask,
     "mask that shows the future": leaking_mask,
 }
+EAGLE3_FAULTS = {
+    "labels shifted by one": shifted_labels,
+    "features shifted by one": shifted_features,
+    "steps that do not see each other": forgotten_steps,
+}
+OVERFIT = {
+    "dflash": {"max_steps": 300, "learning_rate": 1e-2},
+    "eagle3": {"max_steps": 150, "learning_rate": 2e-2, "kl_weight": 0.1, "anchors": 64},
+}
 
 
-def test_a_tiny_target_is_overfitted(place, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tiny_target_is_overfitted(kind, place, tmp_path):
     """T21: the real acceptance length, not the estimate, comes above 0.95 B on what was trained on."""
-    trainer = make(place, tmp_path / "run", max_steps=300, learning_rate=1e-2)
-    losses = steps(trainer, 300)
-    assert losses[-1] < 0.1 * losses[0]
-    assert real_tau(trainer) > 0.95 * RECIPE.get("block_size", 8)
+    trainer = make(place, tmp_path / "run", drafter=kind, **OVERFIT[kind])
+    losses = steps(trainer, trainer.run.steps)
+    assert losses[-1] < 0.2 * losses[0]
+    assert real_tau(trainer) > 0.95 * 8
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_a_wrong_trainer_fails_that_test(fault, place, tmp_path, monkeypatch):
-    fault(monkeypatch)
-    trainer = make(place, tmp_path / "run", max_steps=300, learning_rate=1e-2)
-    steps(trainer, 300)
+CASES = [*(("dflash", fault) for fault in FAULTS), *(("eagle3", fault) for fault in EAGLE3_FAULTS)]
+
+
+@pytest.mark.parametrize(("kind", "fault"), CASES, ids=[f"{kind}, {fault}" for kind, fault in CASES])
+def test_a_wrong_trainer_fails_that_test(kind, fault, place, tmp_path, monkeypatch):
+    (FAULTS if kind == "dflash" else EAGLE3_FAULTS)[fault](monkeypatch)
+    trainer = make(place, tmp_path / "run", drafter=kind, **OVERFIT[kind])
+    steps(trainer, trainer.run.steps)
     assert real_tau(trainer) < 0.95 * 8
+
+
+def test_the_teacher_stands_one_before_its_label(place, tmp_path):
+    """Where the target wrote greedily, what its head read chose the very token that is the label."""
+    trainer = make(place, tmp_path / "run", kl_weight=1.0)
+    batch = trainer.run.batches.batch(trainer.run.batches.step(0), 0)
+    labels, valid = batch.labels(8)
+    teacher = module._behind(trainer.features.rows(batch)[1], batch, 8)
+    assert torch.equal(module.choices(trainer.run.words, teacher)[valid], labels[valid])
 
 
 # ---- nothing changes what is learnt
 
 
-def test_a_killed_run_goes_on_to_the_bit(place, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_goes_on_to_the_bit(kind, place, tmp_path):
     """T20: N steps = some + kill -9 + the rest: losses and weights equal to the bit, order and noise included."""
     changes = {"max_steps": 40, "checkpoint_every": 10, "log_every": 5, "feature_noise": 0.1, "dropout": 0.1, "evaluate_every": 20}
+    changes["drafter"] = kind
     command = [sys.executable, "-m", "blockdraft", "train", "config.yaml"]
     for name in ("whole", "killed"):
         config = recipe(place / "target", place / "corpus", tmp_path / name, **changes)
@@ -181,15 +219,24 @@ def test_an_interrupted_run_stores_where_it_was(number, place, tmp_path, monkeyp
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(whole).items())
 
 
-@pytest.mark.parametrize("changes", [{"micro_rows": 1}, {"micro_rows": 3}, {"features": "memory"}, {"features": "disk"}], ids=str)
+SPLITS = [
+    {"micro_rows": 1},
+    {"micro_rows": 3},
+    {"features": "memory"},
+    {"features": "disk"},
+    {"drafter": "eagle3", "micro_rows": 1},
+]
+
+
+@pytest.mark.parametrize("changes", SPLITS, ids=str)
 def test_splits_and_kept_features_change_nothing(changes, place, tmp_path):
     """A batch in pieces, or features kept since the first epoch: the same losses to 1e-6 of their size."""
-    common = {"max_steps": 12, "kl_weight": 0.5, "feature_noise": 0.1}
-    one, other = make(place, tmp_path / "a", **common), make(place, tmp_path / "b", **common, **changes)
+    common = {"max_steps": 12, "kl_weight": 0.5, "feature_noise": 0.1, "drafter": changes.get("drafter", "dflash")}
+    one, other = make(place, tmp_path / "a", **common), make(place, tmp_path / "b", **{**common, **changes})
     torch.testing.assert_close(steps(one, 12), steps(other, 12), rtol=1e-6, atol=1e-6)
     if changes.get("features") == "disk":
         other.features.flush()
-        third = make(place, tmp_path / "b", **common, **changes)
+        third = make(place, tmp_path / "b", **{**common, **changes})
         third.features._compute = None  # another process computes nothing
         for ours, theirs in zip(third.features.of(range(16)), one.features.of(range(16)), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
@@ -216,10 +263,14 @@ def test_a_reduced_vocabulary_and_compiled_layers_learn_too(place, tmp_path, mon
     torch.testing.assert_close(steps(plain, 3), steps(compiled, 3), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("sharding", [{}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}], ids=["ddp", "fsdp2"])
-def test_two_processes_equal_one(sharding, place, tmp_path):
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+SHARED = [("dflash", {}), ("dflash", FSDP), ("eagle3", {}), ("eagle3", FSDP)]
+
+
+@pytest.mark.parametrize(("kind", "sharding"), SHARED, ids=["dflash ddp", "dflash fsdp2", "eagle3 ddp", "eagle3 fsdp2"])
+def test_two_processes_equal_one(kind, sharding, place, tmp_path):
     """The loss is normalised over the global batch, and metrics are reduced once."""
-    changes = {"max_steps": 8, "log_every": 1, "learning_rate": 1e-3, "optimizer": "adamw", "evaluate_every": 8}
+    changes = {"drafter": kind, "max_steps": 8, "log_every": 1, "learning_rate": 1e-3, "optimizer": "adamw", "evaluate_every": 8}
     one = make(place, tmp_path / "one", **changes)
     one.train()
     config = recipe(place / "target", place / "corpus", tmp_path / "two", **changes)
@@ -417,6 +468,8 @@ BAD = {
     "tracker": (["trackers=[foo]"], "tracker 'foo' is unknown"),
     "tracker's package": (["trackers=[wandb]"], "tracker 'wandb' is not installed"),
     "heads": (["heads=4", "kv_heads=3"], "must be a multiple"),
+    "words of a DFlash": (["words=100"], "words has no effect with drafter dflash"),
+    "layers of an EAGLE-3": (["drafter=eagle3"], "layers has no effect with drafter eagle3"),
 }
 
 

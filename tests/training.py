@@ -13,7 +13,7 @@ from blockdraft.target import Target
 from blockdraft.training.blocks import Blocks, block_embeddings
 from blockdraft.training.config import TrainConfig, read_config
 from blockdraft.training.corpus import Corpus, Row, identity
-from blockdraft.training.loss import BlockLoss, LossRule, Words
+from blockdraft.training.loss import LossRule, Words, block_loss
 from tests import tiny
 from tests.doubles import random_drafter
 
@@ -36,6 +36,10 @@ RECIPE = {
 }
 
 
+EAGLE3_RECIPE = {key: value for key, value in RECIPE.items() if key not in ("layers", "mask_token_id")}
+KINDS = ("dflash", "eagle3")
+
+
 def answered(target: Target, prompt: list[int], tokens: int) -> list[int]:
     """The target's greedy answer."""
     request = Request(prompt, SamplingParams(max_new_tokens=tokens, ignore_eos=True), target, detokenize=False)
@@ -55,7 +59,8 @@ def make_corpus(folder: Path, target: Target, conversations: int = 20, tokens: i
 
 
 def recipe(target: Path, corpus: Path, out: Path, **changes: Any) -> TrainConfig:
-    values = {**RECIPE, "target": str(target), "corpus": [str(corpus)], "out": str(out), **changes}
+    usual = EAGLE3_RECIPE if changes.get("drafter") == "eagle3" else RECIPE
+    values = {**usual, "target": str(target), "corpus": [str(corpus)], "out": str(out), **changes}
     return read_config(None, [f"{key}={'null' if value is None else value}" for key, value in values.items()])
 
 
@@ -99,7 +104,7 @@ def train_tiny(target: Target, steps: int = 120) -> DFlashDrafter:
             positions = torch.arange(len(ids))[None]
             hidden = blocks(embeddings, features, anchors[None], positions, torch.zeros_like(positions), width)[0, :, 1:]
             labels = ids[anchors[:, None] + torch.arange(1, width)]
-            total, weight, *_ = BlockLoss.apply(hidden, labels, torch.ones_like(labels).bool(), None, words, LossRule())
+            total, weight, *_ = block_loss(hidden, labels, torch.ones_like(labels).bool(), None, words, LossRule())
             optimizer.zero_grad()
             (total / weight).backward()
             optimizer.step()

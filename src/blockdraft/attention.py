@@ -32,7 +32,7 @@ class BlockedMask:
 
     Attributes:
         context: additive ``[rows, 1, blocks * slots, context]``.
-        own: additive ``[rows, 1, blocks, slots, slots]``, inside each block.
+        own: additive ``[rows, 1, blocks, slots, own keys]``, inside each block.
     """
 
     context: Tensor
@@ -181,17 +181,17 @@ def _attend_blocked(query: Tensor, keys: Tensor, values: Tensor, mask: BlockedMa
     """
     rows, heads, count, size = query.shape
     kv_heads, context = keys.shape[1], mask.context.shape[-1]
-    group, blocks, slots = heads // kv_heads, mask.own.shape[2], mask.own.shape[3]
+    group, (blocks, slots, owned) = heads // kv_heads, mask.own.shape[2:]
     query = query.reshape(rows, kv_heads, group * count, size) * scale
     inner = query.view(rows, kv_heads, group, blocks, slots, size)
-    own_keys, own_values = (x[:, :, None, context:].unflatten(3, (blocks, slots)) for x in (keys, values))
+    own_keys, own_values = (x[:, :, None, context:].unflatten(3, (blocks, owned)) for x in (keys, values))
     of_context = (query @ keys[:, :, :context].transpose(2, 3)).view(rows, kv_heads, group, count, context) + mask.context[
         :, :, None
     ]
-    of_own = (inner @ own_keys.transpose(4, 5) + mask.own[:, :, None]).view(rows, kv_heads, group, count, slots)
+    of_own = (inner @ own_keys.transpose(4, 5) + mask.own[:, :, None]).view(rows, kv_heads, group, count, owned)
     shares = torch.cat([of_context, of_own], dim=-1).softmax(dim=-1, dtype=torch.float32).to(values.dtype)
     out = shares[..., :context].reshape(rows, kv_heads, group * count, context) @ values[:, :, :context]
-    own = shares[..., context:].view(rows, kv_heads, group, blocks, slots, slots) @ own_values
+    own = shares[..., context:].view(rows, kv_heads, group, blocks, slots, owned) @ own_values
     out = out.view(rows, heads, count, size) + own.view(rows, heads, count, size)
     return out.transpose(1, 2)
 

@@ -123,6 +123,17 @@ class Eagle3(nn.Module):
         """``[words]`` int64: the target's id of each word."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    def check(self, place: object) -> None:
+        """Raise UsageError, which names ``place``, if the maps between the target's words and the own ones lead nowhere."""
+        words, vocabulary = self.words(), self.config.vocabulary
+        if int(words.min()) < 0 or int(words.max()) >= vocabulary or len(words.unique()) < len(words):
+            raise UsageError(
+                f"{place}: d2t maps the drafter's words to ids from {int(words.min())} to {int(words.max())}, the target has "
+                f"different ids from 0 to {vocabulary - 1}"
+            )
+        if not torch.equal(self.t2d.nonzero()[:, 0], words.sort().values):
+            raise UsageError(f"{place}: t2d and d2t disagree about which of the target's words the drafter has")
+
     def forward(self, embedded: Tensor, fused: Tensor, positions: Tensor, kv: KeyValues, mask: Mask) -> Tensor:
         """The output ``[rows, tokens, hidden]``, which is the next position's ``fused`` where there are no features.
 

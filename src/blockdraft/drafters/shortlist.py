@@ -20,24 +20,32 @@ FILE = "shortlist.json"
 
 
 class Shortlist:
-    """The rows of a target's head that belong to some words.
+    """Words to draft from, and the rows of a head that belong to them.
 
     Args:
         ids: ``[words]`` int64.
-        head: the target's.
+        weight: ``[words, hidden]``, in the dtype that is computed in.
+        bias: ``[words]`` or None.
+        vocabulary: of the target.
 
     Attributes:
         bytes: of these rows, packed copy included.
     """
 
-    def __init__(self, ids: Tensor, head: nn.Linear):
-        self.ids, self.vocabulary = ids.to(head.weight.device), head.out_features
-        self._linear = nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
-        self._linear.weight = nn.Parameter(head.weight.detach()[self.ids].clone(), requires_grad=False)
-        if head.bias is not None:
-            self._linear.bias = nn.Parameter(head.bias.detach()[self.ids].clone(), requires_grad=False)
-        own = self._linear.weight
-        self.bytes = own.numel() * own.element_size() + pack_linears([[self._linear]], own.dtype, own.device)
+    def __init__(self, ids: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int):
+        self.ids, self.vocabulary = ids, vocabulary
+        self._linear = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+        self._linear.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            self._linear.bias = nn.Parameter(bias, requires_grad=False)
+        self.bytes = weight.numel() * weight.element_size() + pack_linears([[self._linear]], weight.dtype, weight.device)
+
+    @classmethod
+    def of(cls, ids: Tensor, head: nn.Linear) -> "Shortlist":
+        """Copies of the target's own rows."""
+        ids = ids.to(head.weight.device)
+        bias = head.bias.detach()[ids].clone() if head.bias is not None else None
+        return cls(ids, head.weight.detach()[ids].clone(), bias, head.out_features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., words]`` of ``[..., hidden]``."""

@@ -44,14 +44,7 @@ def read(folder: Path, target_layers: int) -> Eagle3:
     tensors = files.read_tensors(folder)
     tensors.pop("embed_tokens.weight", None)  # a copy of the target's
     files.fill(network, tensors, folder)
-    words, vocabulary = network.words(), network.config.vocabulary
-    if int(words.min()) < 0 or int(words.max()) >= vocabulary or len(words.unique()) < len(words):
-        raise UsageError(
-            f"{folder}: d2t maps the drafter's words to ids from {int(words.min())} to {int(words.max())}, the target has "
-            f"different ids from 0 to {vocabulary - 1}"
-        )
-    if not torch.equal(network.t2d.nonzero()[:, 0], words.sort().values):
-        raise UsageError(f"{folder}: t2d and d2t disagree about which of the target's words the drafter has")
+    network.check(folder)
     return network
 
 

@@ -1,6 +1,7 @@
 """A drafter folder: ``config.json`` and ``model.safetensors``, read with the faults said that people meet."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,10 @@ def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     network.load_state_dict(tensors)
 
 
-def write(raw: dict[str, Any], network: nn.Module, folder: Path, dtype: torch.dtype) -> None:
-    """Write config and weights into an existing folder; buffers of ids keep their dtype."""
+def write(raw: dict[str, Any], network: nn.Module, folder: Path, dtype: torch.dtype, named: Callable[[str], str] = str) -> None:
+    """Write config and weights into an existing folder; buffers of ids keep their dtype, ``named`` turns names into the file's."""
     tensors = {
-        key: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        named(key): tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         for key, tensor in network.state_dict().items()
     }
     write_whole(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))

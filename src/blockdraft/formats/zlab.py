@@ -177,8 +177,6 @@ def _refuse_relatives(folder: Path, raw: dict[str, Any], nested: dict[str, Any])
     architectures = raw.get("architectures") or []
     if "DFlash2DraftModel" in architectures:
         raise UsageError(f"{folder} is a DFlash 2 drafter (convolutions, candidate selector); DFlash is supported so far")
-    if "speculators_model_type" in raw:
-        raise UsageError(f"{folder} is in speculators format; z-lab's flat layout is supported so far")
     for key in _RELATIVES:
         found = nested.get(key, raw.get(key))
         if found and not (key == "projector_type" and found == "dflash"):

@@ -5,7 +5,7 @@ batches in the same order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,6 +72,11 @@ class Batch:
             x.to(device) for x in (self.ids, self.positions, self.documents, self.anchors, self.real, self.foreign)
         )
         return Batch(ids, positions, documents, anchors, real, foreign, self.members, self.keys)
+
+    def narrowed(self) -> "Batch":
+        """Without the anchors that only fill up the shape."""
+        most = max(1, int(self.real.sum(dim=1).max()))
+        return replace(self, anchors=self.anchors[:, :most], real=self.real[:, :most], foreign=self.foreign[:, :most])
 
     def labels(self, block_size: int) -> tuple[Tensor, Tensor]:
         """Tokens ``[rows, anchors, block - 1]`` behind each anchor, and which of them are inside its document."""

@@ -1,4 +1,4 @@
-"""The result of a run: a drafter folder in z-lab's layout, with a card that says what it learnt from and what it is worth."""
+"""The result of a run: a drafter folder in its kind's layout, with a card that says what it learnt from and what it is worth."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,14 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from blockdraft.drafters.dflash import DFlash
+from blockdraft.drafters.dflash import DFlashConfig
+from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config
 from blockdraft.drafters.shortlist import write_shortlist
-from blockdraft.formats import zlab
+from blockdraft.formats import eagle3, zlab
 from blockdraft.load import load_drafter
 from blockdraft.store import write_whole
 from blockdraft.training.config import TrainConfig
-from blockdraft.training.evaluate import Real, by_source, decode_held_out
+from blockdraft.training.evaluate import Real, by_source, decode_held_out, fresh
 from blockdraft.training.run import Run
 
 Measured = dict[str, tuple[Real, Real]]
@@ -26,12 +27,14 @@ def write_drafter(run: Run, folder: Path, weights: dict[str, Tensor], step: int,
         measured: by source of held-out prompts, plain decoding and the same prompts with the drafter; None: not yet.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    network = DFlash(run.network.config)
-    network.load_state_dict(weights)
-    zlab.write(network, folder)
-    words = run.frequent[: run.config.shortlist].tolist()
-    # A corpus of fewer words than that says too little about the rest of the vocabulary.
-    write_shortlist(words if len(words) == run.config.shortlist < run.target.vocab_size else [], folder)
+    network = fresh(run.network, weights)
+    if isinstance(network, Eagle3):
+        eagle3.write(network, folder, len(run.target.layers))
+    else:
+        zlab.write(network, folder)
+        words = run.frequent[: run.config.shortlist].tolist()
+        # A corpus of fewer words than that says too little about the rest of the vocabulary.
+        write_shortlist(words if len(words) == run.config.shortlist < run.target.vocab_size else [], folder)
     who = {
         "name": run.target.name,
         "hidden_size": run.target.hidden_size,
@@ -71,14 +74,16 @@ def model_card(run: Run, step: int, measured: Measured) -> str:
     licences = {source: ", ".join(sorted(documents.licences.get(source, {"unknown"}))) for source in tokens}
     data = "\n".join(f"| {source} | {count:,} | {licences[source]} |" for source, count in sorted(tokens.items()))
     made = ", ".join(f"{key} {value}" for key, value in sorted(documents.made_with.items()))
-    sizes = f"{c.backbone.num_hidden_layers} layers of width {c.backbone.hidden_size}, {parameters:,} parameters in bfloat16"
-    slots = f"block {c.block_size}, tapped layers {list(c.taps)}, mask token {c.mask_token_id}"
+    kind = "EAGLE-3" if isinstance(c, Eagle3Config) else "DFlash"
+    count = f"{c.backbone.num_hidden_layers} layer{'s' * (c.backbone.num_hidden_layers > 1)}"
+    sizes = f"{count} of width {c.backbone.hidden_size}, {parameters:,} parameters in bfloat16"
+    slots = f"{_slots(c)}, tapped layers {list(c.taps)}"
     how = f"{run.config.evaluate_tokens} tokens, {str(run.target.dtype).removeprefix('torch.')} on {run.target.device}"
     return f"""---
 license: other
-tags: [dflash, speculative-decoding]
+tags: [{kind.lower().replace("-", "")}, speculative-decoding]
 ---
-# A DFlash drafter for {run.target.name}
+# {"An" if kind == "EAGLE-3" else "A"} {kind} drafter for {run.target.name}
 
 {sizes};
 {slots}. It makes the target faster and never changes what it says.
@@ -115,6 +120,12 @@ Step {step} of {run.steps}, the best by acceptance length on held-out prompts. `
 
 The weights were learnt from this target's output and serve it alone; its licence applies to that output as well.
 """
+
+
+def _slots(config: DFlashConfig | Eagle3Config) -> str:
+    if isinstance(config, Eagle3Config):
+        return f"{config.words:,} words"
+    return f"block {config.block_size}, mask token {config.mask_token_id}"
 
 
 def _number(value: Any) -> str:

@@ -13,7 +13,13 @@ import yaml
 
 from blockdraft.errors import UsageError
 
-GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's decay lengths by block size (method.md 1.5)
+GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # decay lengths by block size (arXiv 2602.06036)
+EAGLE3_GAMMA = -1 / math.log(0.8)  # 0.8 a step (arXiv 2503.01840)
+# Keys that mean something to one kind of drafter only.
+ONLY = {
+    "dflash": ("layers", "mask_token_id", "shortlist", "window", "attention", "compile", "vocabulary"),
+    "eagle3": ("words",),
+}
 
 
 def option(default: Any, meaning: str, choices: Sequence[str] = (), least: float | None = None, most: float | None = None) -> Any:
@@ -38,10 +44,15 @@ class TrainConfig:
     seed: int = option(0, "decides initial weights, order, anchors, noise")
 
     # ---- the drafter
+    drafter: str = option("dflash", "what is trained", ("dflash", "eagle3"))
     init: str = option("target", "first weights: scratch, target (its last layers), or a drafter folder of the same sizes")
     layers: int = option(4, "drafter layers", least=1)
-    block_size: int = option(8, "slots of a block, the anchor included", least=2)
-    taps: list[int] = option([], "tapped target layers, 0-based outputs; empty: as many as layers, evenly spread")
+    block_size: int = option(
+        8, "slots of a block, the anchor included; EAGLE-3: one more than the steps it is unrolled for", least=2
+    )
+    taps: list[int] = option(
+        [], "tapped target layers, 0-based outputs; empty: as many as layers, evenly spread (EAGLE-3: its usual three)"
+    )
     mask_token_id: int | None = option(None, "id whose embedding fills the empty slots; null: an unused special token")
     heads: int | None = option(None, "attention heads; null: the target's", least=1)
     kv_heads: int | None = option(None, "key/value heads; null: the target's", least=1)
@@ -51,6 +62,7 @@ class TrainConfig:
         8192, "words it picks from when it is done: the most frequent of the answers; 0, or a corpus of fewer: all", least=0
     )
     window: int | None = option(None, "sliding window of all layers in tokens; null: full attention", least=1)
+    words: int = option(8192, "EAGLE-3: its own vocabulary, the most frequent words of the answers", least=1)
 
     # ---- batches
     sequence_length: int = option(512, "tokens of a packed row; longer conversations are cut", least=8)
@@ -67,7 +79,9 @@ class TrainConfig:
     ce_weight: float = option(1.0, "weight of cross entropy on the target's tokens", least=0)
     kl_weight: float = option(0.0, "weight of forward KL to the target's probabilities", least=0)
     kl_top_k: int = option(0, "KL over the k most probable tokens and one rest; 0: all tokens", least=0)
-    gamma: float | None = option(None, "slot k weighs exp(-(k-1)/gamma); null: 7, 5, 4 for blocks of 16, 10, 8", least=0.1)
+    gamma: float | None = option(
+        None, "slot k weighs exp(-(k-1)/gamma); null: 7, 5, 4 for blocks of 16, 10, 8; EAGLE-3: 0.8^(k-1)", least=0.1
+    )
     dpace: float | None = option(None, "smoothing of D-PACE weights, which replace gamma's; null: off", least=0.01, most=1)
     vocabulary: int = option(
         0, "words in the training loss: the most frequent, the step's labels and a sample of the rest; 0: all", least=0
@@ -101,6 +115,10 @@ class TrainConfig:
     trackers: list[str] = option([], "also report to these of accelerate's trackers: tensorboard, trackio, wandb")
 
     def __post_init__(self) -> None:
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for key in ONLY["eagle3" if self.drafter == "dflash" else "dflash"]:
+            if getattr(self, key) != defaults[key]:
+                raise UsageError(f"{key} has no effect with drafter {self.drafter}; leave it out")
         if self.ce_weight == 0 and self.kl_weight == 0:
             raise UsageError("ce_weight and kl_weight are both 0: there is no loss; raise one of them")
         if self.kl_top_k and self.kl_weight == 0:
@@ -114,8 +132,9 @@ class TrainConfig:
 
     @property
     def decay(self) -> float:
-        """Gamma of the position weights: given, the paper's, or interpolated to B/2 for other block sizes."""
-        return self.gamma or GAMMA.get(self.block_size, self.block_size / 2)
+        """Gamma of the position weights: given, the papers', or interpolated to B/2 for other block sizes."""
+        usual = EAGLE3_GAMMA if self.drafter == "eagle3" else GAMMA.get(self.block_size, self.block_size / 2)
+        return self.gamma or usual
 
 
 def read_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig:

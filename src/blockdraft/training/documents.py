@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from blockdraft.errors import UsageError
 from blockdraft.sampling import counter_uniform
 from blockdraft.target import Target
@@ -76,6 +79,12 @@ def read_documents(corpora: Sequence[str], target: Target, length: int, held_out
     for document in found.train:
         found.tokens[document.source] += len(document.ids) - document.start
     return found
+
+
+def frequent_words(documents: Sequence[Document]) -> Tensor:
+    """Tokens of the answers by falling frequency, int64."""
+    counts = Counter(token for d in documents for token in d.ids[d.start :])
+    return torch.tensor([token for token, _ in counts.most_common()])
 
 
 def _refuse_another(corpus: Corpus, target: Target) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from blockdraft.decode import decode
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlash, DFlashDrafter
+from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
@@ -36,11 +37,19 @@ class Real:
         return self.emitted / self.rounds if self.rounds else None
 
 
-def as_drafter(network: DFlash, state: dict[str, Tensor], target: Target) -> DFlashDrafter:
+def as_drafter(network: DFlash | Eagle3, state: dict[str, Tensor], target: Target) -> DFlashDrafter | Eagle3Drafter:
     """A drafter in the target's dtype and on its device, with these weights: what decoding will run, not what training runs."""
-    copy = DFlash(network.config)
+    copy = fresh(network, state).to(target.device, target.dtype).requires_grad_(False)
+    if isinstance(copy, Eagle3):
+        return Eagle3Drafter(copy, target.embed, target.vocab_size)
+    return DFlashDrafter(copy, target.embed, target.head)
+
+
+def fresh(network: DFlash | Eagle3, state: dict[str, Tensor]) -> DFlash | Eagle3:
+    """Another network of the same sizes, float32 on the CPU, with these weights."""
+    copy = Eagle3(network.config) if isinstance(network, Eagle3) else DFlash(network.config)
     copy.load_state_dict(state)
-    return DFlashDrafter(copy.to(target.device, target.dtype).requires_grad_(False), target.embed, target.head)
+    return copy
 
 
 def decode_held_out(target: Target, drafter: Drafter | None, documents: Sequence[Document], tokens: int, batch: int = 8) -> Real:

@@ -5,7 +5,7 @@ frozen head, its loss and the gradient of its hidden states are computed, and it
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,10 @@ class Words:
         flat = hidden.reshape(-1, hidden.shape[-1])  # in three dimensions the gradient is a batch of small products, far slower
         return F.linear(flat.to(self.weight.dtype), self.weight, self.bias).float().view(*hidden.shape[:-1], -1)
 
+    def some(self, ids: Tensor) -> "Words":
+        """Those of all words that ascending ``ids`` name."""
+        return Words(self.weight[ids], self.bias[ids] if self.bias is not None else None, ids)
+
     def index(self, tokens: Tensor) -> Tensor:
         """Rows of tokens that are among the words."""
         return tokens if self.ids is None else torch.searchsorted(self.ids, tokens)
@@ -81,7 +85,7 @@ def some_words(words: Words, labels: Tensor, frequent: Tensor, count: int, gener
     offset = torch.zeros(len(ids), device=ids.device)
     if len(sample):
         offset[torch.searchsorted(ids, sample)] = math.log(len(rest) / len(sample))
-    return Words(words.weight[ids], words.bias[ids] if words.bias is not None else None, ids, offset)
+    return replace(words.some(ids), offset=offset)
 
 
 def choices(words: Words, teacher: Tensor) -> Tensor:
@@ -123,43 +127,71 @@ def _with_rest(logarithms: Tensor) -> Tensor:
     return torch.cat([logarithms, rest], dim=-1)
 
 
-class BlockLoss(torch.autograd.Function):
-    """Sum of weighted slot losses; ``apply`` returns it with what else the chunks told.
+def block_loss(
+    hidden: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    teacher: Tensor | None,
+    words: Words,
+    rule: LossRule,
+    theirs: Words | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum of weighted slot losses, and what else the chunks told.
 
-    Inputs: hidden ``[blocks, slots, hidden]``, labels ``[blocks, slots]`` int64 (among the words), valid (bool, same shape),
-    teacher's hidden states like ``hidden`` or None, Words, LossRule.
+    Args:
+        hidden: ``[blocks, slots, hidden]``.
+        labels, valid: ``[blocks, slots]``, int64 tokens among the words, and bool.
+        teacher: hidden states of the target, like ``hidden``; for distillation alone.
+        words: the drafter's head.
+        rule: what is summed.
+        theirs: the target's head over the same words; None: the drafter's is the target's.
 
-    Returns: the sum (scalar float32), the sum of weights (D-PACE: the count of blocks with a valid slot), cross entropy
-    ``[blocks, slots]`` and whether each slot's best word is its label ``[blocks, slots]`` bool; gradients flow into hidden alone.
+    Returns:
+        The sum (scalar float32), the sum of weights (D-PACE: the count of blocks with a valid slot), cross entropy
+        ``[blocks, slots]``, and whether each slot's best word is its label, bool. Gradients flow into ``hidden``, and into the head
+        where it is trained.
     """
+    return BlockLoss.apply(hidden, words.weight, labels, valid, teacher, words, theirs or words, rule)
+
+
+class BlockLoss(torch.autograd.Function):
+    """``block_loss``, with the head's weight as an input of its own: gradients flow into inputs alone."""
 
     @staticmethod
-    def forward(ctx, hidden, labels, valid, teacher, words, rule):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, labels, valid, teacher, words, theirs, rule):  # type: ignore[no-untyped-def]
         blocks, slots, _ = hidden.shape
-        size = max(1, CHUNK_BYTES.get(hidden.device.type, 1 << 28) // (4 * slots * len(words.weight)))
-        gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
+        size = max(1, CHUNK_BYTES.get(hidden.device.type, 1 << 28) // (4 * slots * len(weight)))
+        asked = ctx.needs_input_grad[:2]
+        gradients = [torch.zeros_like(x) if on else None for x, on in zip((hidden, weight), asked, strict=True)]
+        head = weight.detach().requires_grad_(asked[1])
+        words = replace(words, weight=head)
         total = hidden.new_zeros((), dtype=torch.float32)
-        weight = torch.zeros_like(total)
+        counted = torch.zeros_like(total)
         entropies = torch.zeros(valid.shape, dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(valid)
         for start in range(0, blocks, size):
             part = slice(start, start + size)
-            chunk = hidden[part].detach().requires_grad_(gradient is not None)
-            with torch.set_grad_enabled(gradient is not None):
-                loss, counted, entropies[part], correct[part] = chunk_loss(
-                    chunk, labels[part], valid[part], None if teacher is None else teacher[part], words, rule
+            chunk = hidden[part].detach().requires_grad_(asked[0])
+            with torch.set_grad_enabled(any(asked)):
+                loss, weights, entropies[part], correct[part] = chunk_loss(
+                    chunk, labels[part], valid[part], None if teacher is None else teacher[part], words, theirs, rule
                 )
             total += loss.detach()
-            weight += counted
-            if gradient is not None:
-                gradient[part] = torch.autograd.grad(loss, chunk)[0]
-        ctx.gradient = gradient
-        ctx.mark_non_differentiable(weight, entropies, correct)
-        return total, weight, entropies, correct
+            counted += weights
+            wanted = [x for x in (chunk, head) if x.requires_grad]
+            found = iter(torch.autograd.grad(loss, wanted)) if wanted else iter(())
+            if gradients[0] is not None:
+                gradients[0][part] = next(found)
+            if gradients[1] is not None:
+                gradients[1] += next(found)
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(counted, entropies, correct)
+        return total, counted, entropies, correct
 
     @staticmethod
     def backward(ctx, total, *others):  # type: ignore[no-untyped-def]
-        return ctx.gradient * total.to(ctx.gradient.dtype), None, None, None, None, None
+        scaled = (None if gradient is None else gradient * total.to(gradient.dtype) for gradient in ctx.gradients)
+        return *scaled, None, None, None, None, None, None
 
 
 def chunk_loss(
@@ -168,6 +200,7 @@ def chunk_loss(
     valid: Tensor,
     teacher: Tensor | None,
     words: Words,
+    theirs: Words,
     rule: LossRule,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss of a few blocks at once; shapes and results as in BlockLoss."""
@@ -183,8 +216,8 @@ def chunk_loss(
     if rule.kl_weight:
         assert teacher is not None
         with torch.no_grad():
-            wanted = words.logits(teacher)
-            wanted = wanted if words.offset is None else wanted + words.offset
+            wanted = theirs.logits(teacher)
+            wanted = wanted if theirs.offset is None else wanted + theirs.offset
         cost = cost + rule.kl_weight * distillation(logits, wanted, rule.kl_top_k)
     weights = slot_weights(entropy, valid, rule)
     counted = weights.sum() if rule.dpace is None else valid.any(dim=1).sum().float()

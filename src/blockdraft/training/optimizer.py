@@ -43,8 +43,9 @@ def make_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     Raises:
         UsageError: Muon with a torch that has none.
     """
-    matrices = [p for p in module.parameters() if p.dim() == 2]
-    vectors = [p for p in module.parameters() if p.dim() != 2]
+    # A head has one row per word; Muon is for matrices between hidden states.
+    matrices = [p for n, p in module.named_parameters() if p.dim() == 2 and not _head(n, config)]
+    vectors = [p for n, p in module.named_parameters() if p.dim() != 2 or _head(n, config)]
     betas = (config.betas[0], config.betas[1])
     plain = {"params": vectors, "weight_decay": 0.0}
     if config.optimizer == "adamw":
@@ -60,6 +61,10 @@ def make_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     for group in optimizer.param_groups:
         group["peak"] = group["lr"]
     return optimizer
+
+
+def _head(name: str, config: TrainConfig) -> bool:
+    return config.optimizer == "muon" and name.endswith("lm_head.weight")
 
 
 def set_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: TrainConfig) -> float:

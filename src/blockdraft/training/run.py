@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,13 +9,14 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters.dflash import DFlash
+from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config
 from blockdraft.errors import UsageError
 from blockdraft.load import load_target, resolve_dtype
 from blockdraft.target import Target
 from blockdraft.training.batches import Batches
 from blockdraft.training.config import TrainConfig
-from blockdraft.training.documents import Documents, read_documents
-from blockdraft.training.initial import first_network
+from blockdraft.training.documents import Documents, frequent_words, read_documents
+from blockdraft.training.initial import first_eagle3, first_network
 from blockdraft.training.loss import LossRule, Words
 
 
@@ -32,26 +32,26 @@ class Run:
     config: TrainConfig
     target: Target
     documents: Documents
-    network: DFlash
+    network: DFlash | Eagle3
     batches: Batches
     steps: int
 
     @property
     def rule(self) -> LossRule:
         c, d = self.config, self.network.config
-        return LossRule(c.ce_weight, c.kl_weight, c.kl_top_k, c.decay, c.dpace, d.output_multiplier, d.softcap)
+        scale, cap = (1.0, None) if isinstance(d, Eagle3Config) else (d.output_multiplier, d.softcap)
+        return LossRule(c.ce_weight, c.kl_weight, c.kl_top_k, c.decay, c.dpace, scale, cap)
 
     @cached_property
     def words(self) -> Words:
-        """The frozen head."""
+        """The target's frozen head."""
         state = {name: parameter.detach() for name, parameter in self.target.head.named_parameters()}
         return Words(state["weight"], state.get("bias"))
 
     @cached_property
     def frequent(self) -> Tensor:
         """Tokens of the training answers by falling frequency, int64."""
-        counts = Counter(token for d in self.documents.train for token in d.ids[d.start :])
-        return torch.tensor([token for token, _ in counts.most_common()], device=self.target.device)
+        return frequent_words(self.documents.train).to(self.target.device)
 
     @cached_property
     def digest(self) -> str:
@@ -71,7 +71,8 @@ def prepare(config: TrainConfig, device: str | None = None) -> Run:
     longest = max(len(d.ids) - d.start for d in documents.train)
     if config.block_size > longest:
         raise UsageError(f"block_size is {config.block_size}, but the longest answer of the corpus has {longest} tokens")
-    network = first_network(config, target, documents.train)
+    first = first_eagle3 if config.drafter == "eagle3" else first_network
+    network = first(config, target, documents.train)
     if config.kl_weight or any(d.foreign for d in documents.train):
         refuse_undistillable(target)
     batches = Batches(documents.train, config.sequence_length, config.anchors, config.rows, config.seed)

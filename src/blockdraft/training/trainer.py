@@ -33,6 +33,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from blockdraft.drafters.dflash import DFlash
+from blockdraft.drafters.eagle3 import Eagle3
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.memory import keep_freed_memory
 from blockdraft.progress import Progress
@@ -42,12 +44,13 @@ from blockdraft.training.blocks import Blocks, block_embeddings
 from blockdraft.training.card import measure, write_drafter
 from blockdraft.training.checkpoint import Checkpoints
 from blockdraft.training.config import TrainConfig
-from blockdraft.training.evaluate import as_drafter, decode_held_out, spread
+from blockdraft.training.evaluate import as_drafter, decode_held_out, fresh, spread
 from blockdraft.training.features import Features
-from blockdraft.training.loss import BlockLoss, choices, some_words
+from blockdraft.training.loss import Words, block_loss, choices, some_words
 from blockdraft.training.metrics import Sums
 from blockdraft.training.optimizer import make_optimizer, set_rate
 from blockdraft.training.run import precision_of, prepare
+from blockdraft.training.unrolled import Unrolled
 
 # Keys that may change when a run goes on: they decide what is shown and kept, not what is trained.
 FREE = frozenset(
@@ -88,15 +91,19 @@ class Trainer:
             raise UsageError("attention is flex, which has no gradients on a CPU; use blocked, sdpa or auto")
         auto = "flex" if self.device.type == "cuda" else "blocked"
         self.attention = auto if config.attention == "auto" else config.attention
-        blocks = Blocks(self.run.network.to(self.device), self.attention, config.dropout)
         if config.compile:
-            blocks.network.compile()
-        self.blocks, self.optimizer = self._spread(blocks)
+            self.run.network.compile()
+        self.blocks, self.optimizer = self._spread(self._trained(self.run.network, config.dropout))
         self.checkpoints = Checkpoints(self.out, config.keep)
         self.step, self.worse = 0, 0
         self.best: tuple[int, float] | None = None
 
-    def _spread(self, blocks: Blocks) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _trained(self, network: DFlash | Eagle3, dropout: float = 0.0) -> Blocks | Unrolled:
+        """The module that holds a network in training, on its device."""
+        network = network.to(self.device)
+        return Unrolled(network, dropout) if isinstance(network, Eagle3) else Blocks(network, self.attention, dropout)
+
+    def _spread(self, blocks: Blocks | Unrolled) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The module over all processes: as it is, replicated (DDP), or sharded (FSDP2, as `accelerate launch --use_fsdp` asks).
 
         The drafter's layers are also entered from the side, for the keys and values of the context, so it is sharded as a whole.
@@ -231,29 +238,41 @@ class Trainer:
     def loss(self, blocks: nn.Module, batch: Batch, features: Features, seed: int) -> tuple[Tensor, Sums]:
         """The sum of a batch's weighted losses, with gradients into ``blocks``, and what it tells."""
         config, block_size = self.config, self.config.block_size
+        network: Any = getattr(blocks, "module", blocks).network
+        batch = batch.narrowed() if isinstance(network, Eagle3) else batch
         labels, valid = batch.labels(block_size)
         tapped, last = features.rows(batch)
         if blocks.training and config.feature_noise:
             tapped = noisy(tapped, batch, len(features.taps), config.feature_noise, config.seed)
-        embeddings = block_embeddings(self.run.network, self.target.embed, batch.ids, batch.anchors, block_size)
         where = (batch.anchors, batch.positions, batch.documents, block_size)
         with self._autocast():
-            hidden = blocks(embeddings.to(self.precision), tapped.to(self.precision), *where)
-        words = self.run.words
+            hidden = blocks(self._embeddings(network, batch).to(self.precision), tapped.to(self.precision), *where)
+        words, theirs = self.run.words, None
         teacher = _behind(last, batch, block_size) if last is not None else None
         if teacher is not None and bool(batch.foreign.any()):
-            theirs = batch.foreign
-            labels[theirs] = choices(words, teacher[theirs])
-        if config.vocabulary and blocks.training:
+            labels[batch.foreign] = choices(words, teacher[batch.foreign])
+        known = valid  # what has a label among the words
+        if isinstance(network, Eagle3):
+            valid = valid & (batch.positions.gather(1, batch.anchors) > 0)[..., None]  # a first token has no features before it
+            known = valid & network.t2d[labels]
+            own = network.words()
+            words, theirs = Words(network.lm_head.weight.to(self.precision), ids=own), words.some(own)
+        elif config.vocabulary and blocks.training:
             generator = torch.Generator().manual_seed(seed)
             words = some_words(words, labels[valid], self.run.frequent, config.vocabulary, generator)
-            labels = torch.where(valid, labels, words.ids[0])  # type: ignore[index]
+        if words.ids is not None:
+            labels = torch.where(known, labels, words.ids[0])
         teacher = teacher.flatten(0, 1) if teacher is not None and config.kl_weight else None
-        valid = valid.flatten(0, 1)
-        total, weight, entropies, correct = BlockLoss.apply(
-            hidden[:, :, 1:].flatten(0, 1), labels.flatten(0, 1), valid, teacher, words, self.run.rule
-        )
-        return total, Sums.of(total, weight, entropies, correct, valid)
+        valid, known = valid.flatten(0, 1), known.flatten(0, 1)
+        slots = hidden[:, :, 1 - block_size :].flatten(0, 1)  # all but the anchor's own
+        total, weight, entropies, correct = block_loss(slots, labels.flatten(0, 1), known, teacher, words, self.run.rule, theirs)
+        return total, Sums.of(total, weight, entropies * known, correct, valid)
+
+    def _embeddings(self, network: DFlash | Eagle3, batch: Batch) -> Tensor:
+        """What the drafter reads of the target's embedding: a DFlash's blocks, or the tokens of the rows."""
+        if isinstance(network, Eagle3):
+            return self.target.embed(batch.ids)
+        return block_embeddings(network, self.target.embed, batch.ids, batch.anchors, self.config.block_size)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision == torch.float32:
@@ -313,9 +332,7 @@ class Trainer:
 
     def _estimate(self, weights: dict[str, Tensor]) -> dict[str, Any]:
         """Figures of held-out blocks, always the same ones, over the whole vocabulary."""
-        network = type(self.run.network)(self.run.network.config)
-        network.load_state_dict(weights)
-        blocks = Blocks(network.to(self.device), self.attention).eval()
+        blocks = self._trained(fresh(self.run.network, weights)).eval()
         c = self.config
         rows = c.micro_rows or c.rows
         held_out = Batches(self.run.documents.held_out, c.sequence_length, min(c.anchors, ESTIMATE_ANCHORS), rows, c.seed)
@@ -441,8 +458,9 @@ def _behind(last: Tensor, batch: Batch, block_size: int) -> Tensor:
 
 
 def _bare(weights: dict[str, Any]) -> dict[str, Tensor]:
-    """The drafter's own names, float32, on the CPU."""
-    return {name.removeprefix("network."): tensor.detach().to("cpu", torch.float32) for name, tensor in weights.items()}
+    """The drafter's own names, float32 (ids as they are), on the CPU."""
+    tensors = {name.removeprefix("network."): tensor.detach().cpu() for name, tensor in weights.items()}
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def _flat(figures: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,244 @@
+"""speculators' layout (vllm-project/speculators 0.9.0) of DFlash and EAGLE-3 drafters: ``config.json`` and ``model.safetensors``.
+
+Three things differ from the layouts of the authors and are seen in no tensor:
+
+- tapped layers are counted as the *input* of a layer: one more than an output;
+- ``transformer_layer_config`` holds only what differs from its class's defaults;
+- ``d2t`` are offsets, and a DFlash too may have a reduced vocabulary with a head of its own.
+
+The depth of the target stands nowhere, so reading needs the target.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+
+from blockdraft.drafters.dflash import DFlash, DFlashConfig
+from blockdraft.drafters.eagle3 import BLOCK_SIZE, Eagle3, Eagle3Config, default_taps
+from blockdraft.errors import UsageError
+from blockdraft.formats import folder as files
+from blockdraft.target import Target
+
+VERSION = "0.9.0"
+COMMON = {
+    "architectures", "auto_map", "draft_vocab_size", "dtype", "speculators_config", "speculators_model_type", "speculators_version",
+    "target_hidden_size", "tie_word_embeddings", "torch_dtype", "transformer_layer_config", "transformers_version",
+}  # fmt: skip
+KEYS = {
+    "dflash": {"aux_hidden_state_layer_ids", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal"},
+    "eagle3": {
+        "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm", "norm_before_fc", "norm_before_residual",
+        "norm_output",
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Read:
+    """A drafter as a folder holds it.
+
+    Attributes:
+        network: in the file's dtype, on the CPU.
+        words: ``[words]`` int64, the target's ids of a DFlash's reduced vocabulary; None: it has the target's.
+        head: ``[words, hidden]``, its own rows for them; None: the target's head.
+    """
+
+    network: DFlash | Eagle3
+    words: Tensor | None = None
+    head: Tensor | None = None
+
+
+def is_speculators(raw: dict[str, Any]) -> bool:
+    """Whether a config is in this layout."""
+    return "speculators_model_type" in raw
+
+
+def unknown_keys(raw: dict[str, Any]) -> list[str]:
+    """Keys of a config that mean nothing here."""
+    return sorted(raw.keys() - COMMON - KEYS.get(str(raw.get("speculators_model_type")), set()))
+
+
+def read(folder: Path, target: Target) -> Read:
+    """A drafter of a target.
+
+    Raises:
+        UsageError: another algorithm, a slot convention or norm that is not known here, a tensor missing or wrong, or copies of the
+            target's embedding and head that are not the target's.
+    """
+    raw = files.read_config(folder)
+    kind = raw.get("speculators_model_type")
+    if kind not in KEYS:
+        raise UsageError(f"{folder} holds a speculators {kind!r} drafter; dflash and eagle3 are supported")
+    try:
+        network = DFlash(_dflash(folder, raw, target)) if kind == "dflash" else Eagle3(_eagle3(folder, raw, target))
+    except UsageError:
+        raise
+    except Exception as error:  # sizes, activations and rope kinds that no layer can be built from
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {reason}") from error
+    tensors = files.read_tensors(folder)
+    _refuse_another("embedding", tensors.pop("embed_tokens.weight", None), target.embedding.weight, folder, target)
+    if isinstance(network, Eagle3):
+        files.fill(network, {_ours(name): tensor for name, tensor in tensors.items()}, folder)
+        network.check(folder)
+        return Read(network)
+    head, d2t, t2d = (tensors.pop(name, None) for name in ("lm_head.weight", "d2t", "t2d"))
+    files.fill(network, tensors, folder)
+    if raw["draft_vocab_size"] == network.config.backbone.vocab_size:
+        _refuse_another("head", head, target.head.get_parameter("weight"), folder, target)
+        return Read(network)
+    if head is None or d2t is None:
+        raise UsageError(f"{folder} has a vocabulary of {raw['draft_vocab_size']} words, but no lm_head.weight and d2t of them")
+    words = d2t + torch.arange(len(d2t))
+    whole = network.config.backbone.vocab_size
+    if len(words) != len(head) or int(words.min()) < 0 or int(words.max()) >= whole or len(words.unique()) < len(words):
+        raise UsageError(f"{folder}: d2t does not map {len(head)} words to different ids from 0 to {whole - 1}")
+    if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], words.sort().values):
+        raise UsageError(f"{folder}: t2d and d2t disagree about which of the target's words the drafter has")
+    return Read(network, words, head)
+
+
+def write(network: DFlash | Eagle3, folder: Path, target: Target, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write ``config.json`` and ``model.safetensors`` into an existing folder.
+
+    Raises:
+        UsageError: a meaning that the layout cannot hold: scaled embeddings or logits, causality of another rule than its own.
+    """
+    config = network.config
+    kind = "eagle3" if isinstance(network, Eagle3) else "dflash"
+    drafted = (BLOCK_SIZE if isinstance(config, Eagle3Config) else config.block_size) - 1
+    raw: dict[str, Any] = {
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "architectures": ["Eagle3DraftModel" if kind == "eagle3" else "DFlashDraftModel"],
+        "auto_map": {"": f"config.{'Eagle3' if kind == 'eagle3' else 'DFlash'}SpeculatorConfig"},
+        "draft_vocab_size": config.words if isinstance(config, Eagle3Config) else config.backbone.vocab_size,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": drafted, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+            ],
+            "verifier": {"name_or_path": target.name, "architectures": [type(target.model).__name__]},
+        },
+        "transformer_layer_config": {**config.backbone.to_diff_dict(), "model_type": config.backbone.model_type},
+    }
+    raw["transformer_layer_config"].pop("transformers_version", None)
+    inputs = [tap + 1 for tap in config.taps]
+    if isinstance(config, Eagle3Config):
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
+        raw |= {"eagle_aux_hidden_state_layer_ids": inputs, **dict.fromkeys(flags, False)}
+    else:
+        raw |= {
+            "aux_hidden_state_layer_ids": inputs,
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "sample_from_anchor": False,
+            "sliding_window_non_causal": _non_causal(config),
+        }
+        raw["transformer_layer_config"] |= _windows(config)
+    files.write(raw, network, folder, dtype, _theirs if kind == "eagle3" else str)
+
+
+def _dflash(folder: Path, raw: dict[str, Any], target: Target) -> DFlashConfig:
+    if raw.get("sample_from_anchor"):
+        raise UsageError(
+            f"{folder} says sample_from_anchor: its slots predict the token behind their own position, and none here does that"
+        )
+    _refuse_width(folder, raw)
+    backbone = Qwen3Config(**_layer_config(folder, raw, "qwen3"))
+    kinds = backbone.layer_types or ["full_attention"] * backbone.num_hidden_layers
+    windows = tuple(backbone.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    if any(kind == "sliding_attention" for kind in kinds) and backbone.sliding_window is None:
+        raise UsageError(f"{folder}: sliding_attention layers without a window in force (use_sliding_window is false)")
+    causal = tuple(window is not None and not raw.get("sliding_window_non_causal", False) for window in windows)
+    if raw.get("mask_token_id") is None:
+        raise UsageError(f"{folder / 'config.json'} has no 'mask_token_id': which token fills the empty slots is unknown")
+    return DFlashConfig(
+        backbone=backbone,
+        block_size=int(raw.get("block_size", 8)),
+        mask_token_id=int(raw["mask_token_id"]),
+        taps=_taps(raw.get("aux_hidden_state_layer_ids"), target),
+        target_layers=len(target.layers),
+        causal=causal,
+        windows=windows,
+    )
+
+
+def _eagle3(folder: Path, raw: dict[str, Any], target: Target) -> Eagle3Config:
+    for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        if raw.get(flag):
+            raise UsageError(f"{folder} says {flag}: a variant of EAGLE-3 that is not supported here")
+    _refuse_width(folder, raw)
+    backbone = LlamaConfig(**_layer_config(folder, raw, "llama"))
+    if backbone.num_hidden_layers != 1:
+        raise UsageError(f"{folder} has {backbone.num_hidden_layers} layers; an EAGLE-3 drafter has one")
+    taps = _taps(raw.get("eagle_aux_hidden_state_layer_ids"), target)
+    return Eagle3Config(backbone, int(raw["draft_vocab_size"]), int(backbone.vocab_size), taps)
+
+
+def _layer_config(folder: Path, raw: dict[str, Any], kind: str) -> dict[str, Any]:
+    layer = dict(raw.get("transformer_layer_config") or {})
+    found = layer.pop("model_type", "qwen3")
+    if found != kind:
+        raise UsageError(f"{folder}: layers of a {found}; this kind of drafter has layers of a {kind} here")
+    return layer
+
+
+def _refuse_width(folder: Path, raw: dict[str, Any]) -> None:
+    wide, own = raw.get("target_hidden_size"), (raw.get("transformer_layer_config") or {}).get("hidden_size")
+    if wide is not None and wide != own:
+        raise UsageError(f"{folder}: a drafter of width {own} for a target of width {wide}; both must be equal here")
+
+
+def _taps(inputs: list[int] | None, target: Target) -> tuple[int, ...]:
+    return tuple(int(i) - 1 for i in inputs) if inputs else default_taps(len(target.layers))
+
+
+def _non_causal(config: DFlashConfig) -> bool:
+    """Whether sliding layers look both ways, which is one flag for all of them; layers without a window always do."""
+    if config.embedding_scale != 1 or config.output_multiplier != 1 or config.softcap is not None:
+        raise UsageError("speculators' layout has no place for the drafter's embedding scale, output multiplier or soft cap")
+    if len({window for window in config.windows if window is not None}) > 1:
+        raise UsageError("speculators' layout has one window for all sliding layers; this drafter has several")
+    sliding = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None}
+    full = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is None}
+    if True in full or len(sliding) > 1:
+        raise UsageError(
+            "in speculators' layout all layers without a window look both ways, and all sliding ones alike; not in this drafter"
+        )
+    return True not in sliding
+
+
+def _windows(config: DFlashConfig) -> dict[str, Any]:
+    window = next((window for window in config.windows if window is not None), None)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": ["full_attention" if own is None else "sliding_attention" for own in config.windows],
+    }
+
+
+def _refuse_another(what: str, found: Tensor | None, ours: Tensor, folder: Path, target: Target) -> None:
+    """Raise UsageError if a folder brings an embedding or head that is not the target's."""
+    if found is None:
+        return
+    rows = min(len(found), len(ours))
+    same = found.shape[1:] == ours.shape[1:] and torch.equal(found[:rows].to(ours.device, torch.bfloat16), ours[:rows].bfloat16())
+    if not same:
+        raise UsageError(f"{folder} brings its own {what}, and it is not that of {target.name}: only borrowed ones are supported")
+
+
+def _ours(name: str) -> str:
+    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+
+
+def _theirs(name: str) -> str:
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
