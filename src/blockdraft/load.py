@@ -20,7 +20,7 @@ from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
 from blockdraft.drafters.model import ModelDrafter, refuse_other_tokenizer
 from blockdraft.drafters.shortlist import Shortlist, read_shortlist
 from blockdraft.errors import BlockdraftError, UsageError
-from blockdraft.formats import eagle3, speculators, zlab
+from blockdraft.formats import assistant, eagle3, gguf, speculators, torchspec, zlab
 from blockdraft.formats.folder import read_config
 from blockdraft.packing import cpu_multiplies_bfloat16, pack_linears
 from blockdraft.store import SHORT_NAMES, obtain, sha256_of, stored_identity, weights_digest
@@ -188,8 +188,8 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
     """Load a drafter for a target, on its device and in its dtype.
 
     Args:
-        path: a folder with a DFlash drafter in z-lab's layout, an EAGLE-3 drafter in SafeAILab's, either in speculators', or a
-            smaller language model of the same tokenizer; None: the shipped DFlash drafter, for its own target only.
+        path: a folder or .gguf file: a DFlash or EAGLE-3 drafter in any layout that ``formats`` reads, or a smaller language model
+            of the same tokenizer; None: the shipped DFlash drafter, for its own target only.
         target: whose embedding and head it borrows.
         shortlist: draft from the words of the folder's shortlist, if it has one; False: from the whole vocabulary.
 
@@ -200,16 +200,20 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
         raise UsageError("the drafter's name is empty; give a drafter folder")
     folder = shipped_drafter(target) if path is None else Path(path).expanduser()
     name = f"{target.name}-dflash" if path is None else str(path)
-    if not folder.is_dir():
+    if folder.is_file() and folder.suffix == ".gguf" and gguf.is_drafter(gguf.read_header(folder)):
+        return at_work(gguf.read(folder, target), name, target)
+    if not folder.is_dir() and not folder.suffix == ".gguf":
         raise UsageError(f"there is no drafter folder {folder}")
-    raw = read_config(folder)
+    raw = read_config(folder) if folder.is_dir() else {"architectures": ["ForCausalLM"]}
     if speculators.is_speculators(raw):
         found = speculators.read(folder, target)
-        if isinstance(found.network, Eagle3):
-            return _at_work_eagle3(found.network, name, target)
-        return _at_work(found.network, name, target, _own_words(found, target))
+        return at_work(found.network, name, target, _own_words(found, target))
     if eagle3.is_eagle3(raw):
-        return _at_work_eagle3(eagle3.read(folder, len(target.layers)), name, target)
+        return at_work(eagle3.read(folder, len(target.layers)), name, target)
+    if assistant.is_assistant(raw):
+        return at_work(assistant.read(folder, target), name, target)
+    if torchspec.is_torchspec(raw):
+        return at_work(torchspec.read(folder, target), name, target)
     if "dflash_config" not in raw and any(str(kind).endswith("ForCausalLM") for kind in raw.get("architectures") or []):
         model = load_target(folder, target.dtype, str(target.device))
         refuse_other_tokenizer(model, target)
@@ -219,7 +223,7 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
     if ids is not None and not isinstance(target.head, nn.Linear):
         warnings.warn(f"the head of {target.name} has no rows to pick from: drafting from its whole vocabulary, slower")
         ids = None
-    return _at_work(network, name, target, Shortlist.of(ids, target.head) if ids is not None else None)  # type: ignore[arg-type]
+    return at_work(network, name, target, Shortlist.of(ids, target.head) if ids is not None else None)  # type: ignore[arg-type]
 
 
 def _own_words(found: speculators.Read, target: Target) -> Shortlist | None:
@@ -229,18 +233,21 @@ def _own_words(found: speculators.Read, target: Target) -> Shortlist | None:
     return Shortlist(found.words.to(target.device), found.head.to(target.device, target.dtype), None, target.vocab_size)
 
 
-def _at_work(network: DFlash, name: str, target: Target, words: Shortlist | None) -> DFlashDrafter:
-    check_pair(network, target, name)
+def at_work(network: DFlash | Eagle3, name: str, target: Target, words: Shortlist | None = None) -> DFlashDrafter | Eagle3Drafter:
+    """A network as a drafter, checked against the target, in its dtype and on its device (where it stays).
+
+    Args:
+        words: a DFlash's shortlist.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    check_eagle3(network, target, name) if isinstance(network, Eagle3) else check_pair(network, target, name)
     network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
     packed = pack_linears(network.linears(), target.dtype, target.device)
+    if isinstance(network, Eagle3):
+        return Eagle3Drafter(network, target.embed, target.vocab_size, name, packed)
     return DFlashDrafter(network, target.embed, target.head, name, packed, words)
-
-
-def _at_work_eagle3(network: Eagle3, name: str, target: Target) -> Eagle3Drafter:
-    check_eagle3(network, target, name)
-    network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
-    packed = pack_linears(network.linears(), target.dtype, target.device)
-    return Eagle3Drafter(network, target.embed, target.vocab_size, name, packed)
 
 
 def shipped_drafter(target: Target) -> Path:

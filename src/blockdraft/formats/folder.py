@@ -74,6 +74,16 @@ def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     network.load_state_dict(tensors)
 
 
+def refuse_another(what: str, found: Tensor | None, ours: Tensor, folder: Path, name: str) -> None:
+    """Raise UsageError if a folder brings an embedding or head that is not that of the target ``name``; padded rows may differ."""
+    if found is None:
+        return
+    rows = min(len(found), len(ours))
+    same = found.shape[1:] == ours.shape[1:] and torch.equal(found[:rows].to(ours.device, torch.bfloat16), ours[:rows].bfloat16())
+    if not same:
+        raise UsageError(f"{folder} brings its own {what}, and it is not that of {name}: only borrowed ones are supported")
+
+
 def write(raw: dict[str, Any], network: nn.Module, folder: Path, dtype: torch.dtype, named: Callable[[str], str] = str) -> None:
     """Write config and weights into an existing folder; buffers of ids keep their dtype, ``named`` turns names into the file's."""
     tensors = {

@@ -24,17 +24,16 @@ from blockdraft.formats import folder as files
 from blockdraft.target import Target
 
 VERSION = "0.9.0"
-COMMON = {
-    "architectures", "auto_map", "draft_vocab_size", "dtype", "speculators_config", "speculators_model_type", "speculators_version",
-    "target_hidden_size", "tie_word_embeddings", "torch_dtype", "transformer_layer_config", "transformers_version",
-}  # fmt: skip
+COMMON = set(
+    "architectures auto_map draft_vocab_size dtype speculators_config speculators_model_type speculators_version "
+    "target_hidden_size tie_word_embeddings torch_dtype transformer_layer_config transformers_version".split()
+)
 KEYS = {
-    "dflash": {"aux_hidden_state_layer_ids", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal"},
-    "eagle3": {
-        "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm", "norm_before_fc", "norm_before_residual",
-        "norm_output",
-    },
-}  # fmt: skip
+    "dflash": set("aux_hidden_state_layer_ids block_size mask_token_id sample_from_anchor sliding_window_non_causal".split()),
+    "eagle3": set(
+        "eagle_aux_hidden_state_layer_ids embed_requires_grad fc_norm norm_before_fc norm_before_residual norm_output".split()
+    ),
+}
 
 
 @dataclass
@@ -81,7 +80,7 @@ def read(folder: Path, target: Target) -> Read:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {reason}") from error
     tensors = files.read_tensors(folder)
-    _refuse_another("embedding", tensors.pop("embed_tokens.weight", None), target.embedding.weight, folder, target)
+    files.refuse_another("embedding", tensors.pop("embed_tokens.weight", None), target.embedding.weight, folder, target.name)
     if isinstance(network, Eagle3):
         files.fill(network, {_ours(name): tensor for name, tensor in tensors.items()}, folder)
         network.check(folder)
@@ -89,7 +88,7 @@ def read(folder: Path, target: Target) -> Read:
     head, d2t, t2d = (tensors.pop(name, None) for name in ("lm_head.weight", "d2t", "t2d"))
     files.fill(network, tensors, folder)
     if raw["draft_vocab_size"] == network.config.backbone.vocab_size:
-        _refuse_another("head", head, target.head.get_parameter("weight"), folder, target)
+        files.refuse_another("head", head, target.head.get_parameter("weight"), folder, target.name)
         return Read(network)
     if head is None or d2t is None:
         raise UsageError(f"{folder} has a vocabulary of {raw['draft_vocab_size']} words, but no lm_head.weight and d2t of them")
@@ -224,16 +223,6 @@ def _windows(config: DFlashConfig) -> dict[str, Any]:
         "sliding_window": window,
         "layer_types": ["full_attention" if own is None else "sliding_attention" for own in config.windows],
     }
-
-
-def _refuse_another(what: str, found: Tensor | None, ours: Tensor, folder: Path, target: Target) -> None:
-    """Raise UsageError if a folder brings an embedding or head that is not the target's."""
-    if found is None:
-        return
-    rows = min(len(found), len(ours))
-    same = found.shape[1:] == ours.shape[1:] and torch.equal(found[:rows].to(ours.device, torch.bfloat16), ours[:rows].bfloat16())
-    if not same:
-        raise UsageError(f"{folder} brings its own {what}, and it is not that of {target.name}: only borrowed ones are supported")
 
 
 def _ours(name: str) -> str:

@@ -17,6 +17,16 @@ from blockdraft.formats import folder as files
 
 # Keys that reveal a relative of DFlash with other slots or further modules: shapes would fit, the output would be garbage.
 _RELATIVES = ("projector_type", "shift_label", "sample_from_anchor", "markov_rank", "selector_rank", "conv_kernel_size")
+# Keys that have a meaning here, or none for any reader.
+NESTED = set(
+    "block_size causal final_logit_softcapping input_embedding_scale mask_token_id output_multiplier projector_type "
+    "swa_window_size target_layer_ids use_swa".split()
+)
+TOP = set(
+    "architectures auto_map dflash_config dtype is_causal layer_types model_type num_target_layers rope_scaling rope_theta "
+    "sliding_window torch_dtype transformers_version use_sliding_window".split()
+)
+LAYERS = Qwen3Config().to_dict()
 
 
 def read(folder: Path) -> DFlash:
@@ -119,6 +129,12 @@ def _whole_number(key: str, value: Any, least: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
         raise ValueError(f"{key} is {value!r}, not a whole number" + (f" of at least {least}" if least is not None else ""))
     return value
+
+
+def unknown_keys(raw: dict[str, Any]) -> list[str]:
+    """Keys of a config that mean nothing here."""
+    nested = {f"dflash_config.{key}" for key in (raw.get("dflash_config") or {}).keys() - NESTED - TOP}
+    return sorted((raw.keys() - NESTED - TOP - LAYERS.keys()) | nested)
 
 
 def default_taps(target_layers: int, taps: int) -> list[int]:

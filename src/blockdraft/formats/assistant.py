@@ -1,0 +1,116 @@
+"""transformers' own DFlash assistant (``MuseGlimmerAssistantModel``, transformers >= 5.15) as a folder.
+
+It is z-lab's network under other names: what is written here goes into ``target.generate(..., assistant_model=
+AutoModel.from_pretrained(folder), speculation_type="dflash")`` as it is. All its layers look both ways, and its window counts one
+token more.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config
+
+from blockdraft.drafters.dflash import DFlash, DFlashConfig
+from blockdraft.errors import UsageError
+from blockdraft.formats import folder as files
+from blockdraft.target import Target
+
+ARCHITECTURE, MODEL_TYPE = "MuseGlimmerAssistantModel", "muse_glimmer_assistant"
+NAMES = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+SHARED = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_parameters "
+    "max_position_embeddings attention_dropout hidden_act"
+).split()
+
+
+def is_assistant(raw: dict[str, Any]) -> bool:
+    """Whether a config is that of transformers' assistant."""
+    return raw.get("model_type") == MODEL_TYPE
+
+
+def read(folder: Path, target: Target) -> DFlash:
+    """A DFlash network in the file's dtype, on the CPU.
+
+    Raises:
+        UsageError: a key or tensor missing or wrong, or a damaged file.
+    """
+    raw = files.read_config(folder)
+    missing = [key for key in (*SHARED, "block_size", "mask_token_id", "target_layer_ids") if raw.get(key) is None]
+    if missing:
+        raise UsageError(f"{folder / 'config.json'} has no {', '.join(missing)}: not a whole {ARCHITECTURE}")
+    try:
+        backbone = Qwen3Config(**{key: raw[key] for key in SHARED}, vocab_size=target.embedding.num_embeddings)
+        layers = backbone.num_hidden_layers
+        kinds = raw.get("layer_types") or ["sliding_attention"] * layers
+        wide = int(raw.get("sliding_window") or 0) + 1
+        config = DFlashConfig(
+            backbone=backbone,
+            block_size=int(raw["block_size"]),
+            mask_token_id=int(raw["mask_token_id"]),
+            taps=tuple(int(i) for i in raw["target_layer_ids"]),
+            target_layers=len(target.layers),
+            causal=(False,) * layers,
+            windows=tuple(wide if kind == "sliding_attention" else None for kind in kinds),
+        )
+        network = DFlash(config)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {reason}") from error
+    files.fill(network, {_ours(name): tensor for name, tensor in files.read_tensors(folder).items()}, folder)
+    return network
+
+
+def write(network: DFlash, folder: Path, target: Target, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write ``config.json`` and ``model.safetensors`` into an existing folder.
+
+    Raises:
+        UsageError: a meaning that the class does not have: causal layers, windows of several sizes, scaled or capped logits,
+            biases, or an embedding scale other than that of the target's embedding module, whose output it is given.
+    """
+    config, c = network.config, network.config.backbone
+    windows = {window for window in config.windows if window is not None}
+    scale = _module_scale(target)
+    for fault, holds in (
+        ("causal layers", any(config.causal)),
+        ("windows of several sizes", len(windows) > 1),
+        ("a window of one token", 1 in windows),
+        ("an output multiplier or soft cap", config.output_multiplier != 1 or config.softcap is not None),
+        ("biases", any(name.endswith(".bias") for name in network.state_dict())),
+        (
+            f"an embedding scale of {config.embedding_scale:g} for a target that scales by {scale:g}",
+            config.embedding_scale != scale,
+        ),
+    ):
+        if holds:
+            raise UsageError(f"transformers' assistant class has no {fault}; this drafter has")
+    raw = {key: getattr(c, key) for key in SHARED} | {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.taps),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in config.windows],
+        "sliding_window": next(iter(windows), 2) - 1,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    files.write(raw, network, folder, dtype, _theirs)
+
+
+def _module_scale(target: Target) -> float:
+    """By how much the target's embedding module scales its rows."""
+    module = target.model.get_input_embeddings()
+    with torch.inference_mode():
+        ids = torch.arange(8, device=target.device)
+        return round(float(module(ids).float().norm() / target.embedding.weight[ids].float().norm()), 3)
+
+
+def _theirs(name: str) -> str:
+    return next((theirs + name.removeprefix(ours) for ours, theirs in NAMES.items() if name.startswith(ours)), name)
+
+
+def _ours(name: str) -> str:
+    return next((ours + name.removeprefix(theirs) for ours, theirs in NAMES.items() if name.startswith(theirs)), name)

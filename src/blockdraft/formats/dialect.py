@@ -1,0 +1,149 @@
+"""Dialects: which layout, family and trainer a drafter's file speaks of, from its config alone, and what can be done with it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blockdraft.errors import UsageError
+from blockdraft.formats import assistant, eagle3, gguf, speculators, torchspec
+from blockdraft.formats import folder as files
+
+LAYOUTS = ("zlab", "speculators", "gguf", "transformers", "safeailab")
+
+
+@dataclass
+class Dialect:
+    """What a drafter says of itself.
+
+    Attributes:
+        layout: zlab, speculators, gguf, safeailab, transformers, torchspec, deepspec.
+        family: DFlash, DFlash 2, EAGLE-3, DSpark, Domino, or a language model.
+        trainer: who writes such files, as far as it can be told.
+        facts: sizes and settings, in the reader's order.
+        refused: why it cannot be read here; None: it can.
+        raw: the config's keys, or the GGUF's fields.
+    """
+
+    layout: str
+    family: str
+    trainer: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    def into(self) -> dict[str, str | None]:
+        """The layouts it can be converted to: None, or why not."""
+        if self.refused:
+            return dict.fromkeys(LAYOUTS, self.refused)
+        if self.family == "EAGLE-3":
+            only = "EAGLE-3 has the layouts safeailab and speculators"
+            return {layout: None if layout in ("safeailab", "speculators") else only for layout in LAYOUTS}
+        reasons: dict[str, str | None] = {
+            **dict.fromkeys(LAYOUTS),
+            "safeailab": "that is a layout of EAGLE-3, another architecture",
+        }
+        own = self.facts.get("words")
+        if own and own != self.facts.get("vocabulary"):
+            reduced = f"its vocabulary is reduced to {own} words, and readers of that layout borrow the target's whole head"
+            reasons |= {"zlab": reduced, "gguf": reduced, "transformers": reduced}
+        return reasons
+
+
+def recognise(path: Path) -> Dialect:
+    """Look at a drafter folder or GGUF file; reads no weights.
+
+    Raises:
+        UsageError: neither, or damaged.
+    """
+    if path.is_file() and path.suffix == ".gguf":
+        return _gguf(path)
+    if not path.is_dir():
+        raise UsageError(f"there is no drafter folder or .gguf file {path}")
+    raw = files.read_config(path)
+    nested = raw.get("dflash_config") or {}
+    architectures = [str(name) for name in raw.get("architectures") or []]
+    if speculators.is_speculators(raw):
+        return _speculators(raw)
+    if "DSpark" in " ".join(architectures) or "markov_rank" in raw or "num_anchors" in raw:
+        why = "DeepSpec's slots predict the token behind their own position: forced into DFlash they are right almost never"
+        return Dialect("deepspec", "DSpark", "DeepSpec", _sizes(raw), why, raw)
+    projector = nested.get("projector_type", raw.get("projector_type"))
+    if projector in ("domino", "dspark") or nested.get("shift_label", raw.get("shift_label")):
+        family = {"domino": "Domino", "dspark": "DSpark"}.get(str(projector), "a DFlash with shifted slots")
+        return Dialect("zlab", family, "SpecForge", _sizes(raw), f"{family} has other slots than DFlash, and further modules", raw)
+    if torchspec.is_torchspec(raw):
+        return Dialect("torchspec", "DFlash", "TorchSpec", _sizes(raw), None, raw)
+    if "DFlash2DraftModel" in architectures:
+        return Dialect(
+            "zlab", "DFlash 2", "z-lab", _sizes(raw), "DFlash 2 (convolutions, candidate selector) is not supported so far", raw
+        )
+    if nested or "DFlashDraftModel" in architectures:
+        trainer = (
+            "Model-Optimizer" if "torch_dtype" in raw and "use_swa" in nested else "z-lab, SpecForge, Model-Optimizer or blockdraft"
+        )
+        return Dialect("zlab", "DFlash", trainer, _sizes(raw), None, raw)
+    if eagle3.is_eagle3(raw):
+        return Dialect("safeailab", "EAGLE-3", "SafeAILab, SpecForge or blockdraft", _sizes(raw), None, raw)
+    if assistant.is_assistant(raw):
+        return Dialect("transformers", "DFlash", "transformers", _sizes(raw), None, raw)
+    if any(name.endswith("ForCausalLM") for name in architectures):
+        why = "a language model drafts as it is, with --drafter; there is nothing to convert"
+        return Dialect("transformers", "a language model", "transformers", _sizes(raw), why, raw)
+    raise UsageError(f"{path / 'config.json'} is of no drafter that is known here: no dflash_config, no draft_vocab_size")
+
+
+def _speculators(raw: dict[str, Any]) -> Dialect:
+    kind = str(raw["speculators_model_type"])
+    family = {"dflash": "DFlash", "eagle3": "EAGLE-3", "dflash2": "DFlash 2"}.get(kind, kind)
+    layer = {**raw.get("transformer_layer_config", {}), **{k: v for k, v in raw.items() if k != "transformer_layer_config"}}
+    refused = None if kind in speculators.KEYS else f"speculators' {kind} drafters are not supported so far"
+    if raw.get("sample_from_anchor"):
+        refused = "its slots predict the token behind their own position (sample_from_anchor), which no DFlash drafter here does"
+    return Dialect(
+        "speculators", family, f"speculators {raw.get('speculators_version', 'of unknown version')}", _sizes(layer, 1), refused, raw
+    )
+
+
+def _gguf(path: Path) -> Dialect:
+    header = gguf.read_header(path)
+    if not gguf.is_drafter(header):
+        raise UsageError(f"{path} is a GGUF file of architecture {header.architecture!r}, not of a DFlash drafter")
+    arch, fields = header.architecture, header.fields
+    facts = {
+        "layers": fields.get(f"{arch}.block_count"),
+        "width": fields.get(f"{arch}.embedding_length"),
+        "heads": f"{fields.get(f'{arch}.attention.head_count')}/{fields.get(f'{arch}.attention.head_count_kv')}",
+        "block": fields.get(f"{arch}.block_size"),
+        "mask token": fields.get("tokenizer.ggml.mask_token_id", fields.get(f"{arch}.mask_token_id")),
+        "weights": ", ".join(sorted({kind for kind, _ in header.tensors.values()})),
+    }
+    taps = fields.get("dflash.target_layers", fields.get(f"{arch}.dflash.target_layer_ids"))
+    facts["tapped layers"] = None if taps is None else [int(i) - header.merged for i in taps]
+    trainer = "llama.cpp's converter or blockdraft" if header.merged else "a fork of llama.cpp before the merge"
+    family = "DFlash 2" if any("selector" in key for key in fields) else "DFlash"
+    refused = "DFlash 2 is not read from GGUF here" if family == "DFlash 2" else None
+    return Dialect("gguf", family, trainer, {k: v for k, v in facts.items() if v is not None}, refused, fields)
+
+
+def _sizes(raw: dict[str, Any], inputs: int = 0) -> dict[str, Any]:
+    """Facts of a config; ``inputs``: by how much its layer ids count further than outputs."""
+    nested = raw.get("dflash_config") or {}
+
+    def value(*keys: str) -> Any:
+        return next((place[key] for key in keys for place in (nested, raw) if place.get(key) is not None), None)
+
+    taps = value("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+    heads = value("num_attention_heads")
+    found = {
+        "layers": value("num_hidden_layers"),
+        "width": value("hidden_size"),
+        "heads": None if heads is None else f"{heads}/{value('num_key_value_heads') or heads}",
+        "block": value("block_size"),
+        "mask token": value("mask_token_id"),
+        "tapped layers": None if taps is None else [int(i) - inputs for i in taps],
+        "target's layers": value("target_num_hidden_layers", "num_target_layers"),
+        "vocabulary": value("vocab_size"),
+        "words": value("draft_vocab_size"),
+        "dtype": value("dtype", "torch_dtype"),
+    }
+    return {key: fact for key, fact in found.items() if fact is not None}

@@ -1,0 +1,67 @@
+"""TorchSpec's folder of a DFlash drafter: z-lab's network under other names, and no block size.
+
+``num_target_layers`` is the number of *taps* there; the target's depth is ``target_num_hidden_layers``.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen3Config
+
+from blockdraft.drafters.dflash import DFlash, DFlashConfig
+from blockdraft.errors import UsageError
+from blockdraft.formats import folder as files
+from blockdraft.target import Target
+
+NAMES = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
+ELSEWHERE = set(
+    "architectures auto_map block_size dtype mask_token_id model_type num_target_layers target_hidden_size target_layer_ids "
+    "target_num_hidden_layers torch_dtype transformers_version".split()
+)
+
+
+def is_torchspec(raw: dict[str, Any]) -> bool:
+    """Whether a config is TorchSpec's."""
+    return raw.get("model_type") == "dflash" and "dflash_config" not in raw
+
+
+def read(folder: Path, target: Target) -> DFlash:
+    """A DFlash network in the file's dtype, on the CPU.
+
+    Raises:
+        UsageError: a key or tensor missing or wrong; without ``block_size`` in its config.json, which has to be added by hand.
+    """
+    raw = files.read_config(folder)
+    if raw.get("block_size") is None:
+        raise UsageError(
+            f"{folder / 'config.json'} says no block_size, as is usual for TorchSpec; add the one it was trained with, say "
+            "block_size: 16"
+        )
+    missing = [key for key in ("mask_token_id", "target_layer_ids", "target_num_hidden_layers") if raw.get(key) is None]
+    if missing:
+        raise UsageError(f"{folder / 'config.json'} has no {', '.join(missing)}: not a whole TorchSpec drafter")
+    try:
+        backbone = Qwen3Config(**{key: value for key, value in raw.items() if key not in ELSEWHERE})
+        layers = backbone.num_hidden_layers
+        network = DFlash(
+            DFlashConfig(
+                backbone=backbone,
+                block_size=int(raw["block_size"]),
+                mask_token_id=int(raw["mask_token_id"]),
+                taps=tuple(int(i) for i in raw["target_layer_ids"]),
+                target_layers=int(raw["target_num_hidden_layers"]),
+                causal=(False,) * layers,
+                windows=(None,) * layers,
+            )
+        )
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {reason}") from error
+    tensors = files.read_tensors(folder)
+    files.refuse_another("embedding", tensors.pop("embed_tokens.weight", None), target.embedding.weight, folder, target.name)
+    files.fill(network, {_ours(name): tensor for name, tensor in tensors.items()}, folder)
+    return network
+
+
+def _ours(name: str) -> str:
+    return next((ours + name.removeprefix(theirs) for theirs, ours in NAMES.items() if name.startswith(theirs)), name)
