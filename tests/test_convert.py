@@ -115,7 +115,7 @@ def test_transformers_generates_with_the_folder_as_it_is(target, tmp_path):
         )
         request = run(target, load_drafter(folder, target), [tiny.prompt(9, 2)], max_new_tokens=24)[0]
         assert out[0, 9:].tolist() == request.output
-        assert len(calls) in (request.rounds, request.rounds + 1)
+        assert abs(len(calls) - request.rounds) <= 1  # the prompt, and the end
 
 
 # ---- GGUF

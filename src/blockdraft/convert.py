@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.dflash import DFlash
+from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
 from blockdraft.drafters.shortlist import read_shortlist, write_shortlist
 from blockdraft.errors import BlockdraftError, UsageError
@@ -65,7 +65,7 @@ def convert(
         again = read(beside, recognise(beside), target) if layout != "gguf" else gguf.read(beside, target)
         proofs = compare(network, again, target)
         if layout != "gguf":
-            proofs += _carry_over(source, beside, layout, target)
+            proofs += _carry_over(source, beside, layout, target.vocab_size)
         _replace(beside, destination)
     except OSError as error:
         raise BlockdraftError(f"cannot write {destination}: {error.strerror or error}") from error
@@ -94,6 +94,25 @@ def read(path: Path, dialect: Dialect, target: Target) -> DFlash | Eagle3:
     if dialect.layout == "transformers":
         return assistant.read(path, target)
     return torchspec.read(path, target) if dialect.layout == "torchspec" else zlab.read(path)
+
+
+def write_mended(source: Path, network: DFlash, config: DFlashConfig, destination: Path) -> None:
+    """Write a network under another config, in z-lab's layout, with what lay beside it; whole or not at all.
+
+    Raises:
+        UsageError: a meaning that the layout cannot hold.
+    """
+    mended = DFlash(config)
+    mended.to(network.fc.weight.dtype).load_state_dict(network.state_dict())
+    beside = destination.parent / f".{destination.name}.part"
+    _remove(beside)
+    try:
+        beside.mkdir(parents=True)
+        zlab.write(mended, beside, network.fc.weight.dtype)
+        _carry_over(source, beside, "zlab", config.backbone.vocab_size)
+        _replace(beside, destination)
+    finally:
+        _remove(beside)
 
 
 def compare(network: DFlash | Eagle3, again: DFlash | Eagle3, target: Target) -> list[str]:
@@ -176,13 +195,13 @@ def _write(network: DFlash | Eagle3, place: Path, layout: str, target: Target) -
         zlab.write(network, place, dtype)
 
 
-def _carry_over(source: Path, place: Path, layout: str, target: Target) -> list[str]:
+def _carry_over(source: Path, place: Path, layout: str, vocabulary: int) -> list[str]:
     """The files beside a drafter that are ours: which target it serves, and its shortlist."""
     found = []
     if source.is_dir():
         if (source / "target.json").exists():
             shutil.copyfile(source / "target.json", place / "target.json")
-        ids = read_shortlist(source, target.vocab_size)
+        ids = read_shortlist(source, vocabulary)
         if ids is not None and layout in ("zlab", "speculators"):
             write_shortlist(ids.tolist(), place)
             found.append(f"the shortlist of {len(ids)} words goes with it")

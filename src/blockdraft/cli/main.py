@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from blockdraft import __version__
-from blockdraft.cli import bench, chat, convert, data, demo, generate, inspect, plot, train, verify
+from blockdraft.cli import bench, chat, convert, data, demo, doctor, generate, inspect, plot, train, verify
 from blockdraft.errors import BlockdraftError
 
-COMMANDS = (generate, chat, demo, verify, bench, data, train, plot, inspect, convert)
+COMMANDS = (generate, chat, demo, verify, bench, data, train, plot, inspect, convert, doctor)
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,0 +1,83 @@
+"""``blockdraft doctor``: why a pair does not work, with figures, and a mended copy."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from blockdraft.cli import options
+from blockdraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from blockdraft.doctor import Diagnosis
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("doctor", help="find out why a drafter is rarely right")
+    parser.add_argument("--drafter", type=options.path, required=True, help="DFlash drafter: folder or .gguf file")
+    parser.add_argument("--probe", type=options.path, metavar="FILE.jsonl", help="prompts to ask; default: 48 of our own")
+    parser.add_argument("--fix", type=options.path, metavar="OUT", help="write the drafter as it fits best, in z-lab's layout")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    options.add_target(parser, "default: float32")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from blockdraft.convert import read
+    from blockdraft.doctor import diagnose
+    from blockdraft.drafters.dflash import DFlash
+    from blockdraft.formats.dialect import recognise
+    from blockdraft.progress import Progress
+    from blockdraft.prompts import OWN_PROMPTS, read_prompts
+
+    dialect = recognise(args.drafter)
+    if args.fix and args.fix.exists():
+        raise UsageError(f"{args.fix} exists; name another place for the mended drafter")
+    conversations = [turns[0] for turns in read_prompts(args.probe or OWN_PROMPTS)]
+    target = options.load_target(args, "float32")
+    network = read(args.drafter, dialect, target)
+    if not isinstance(network, DFlash):
+        raise UsageError(f"{args.drafter} is an {dialect.family} drafter; the doctor reads DFlash drafters")
+    found = None
+    with Progress("Reading it another way", 16, unit="readings") as progress:
+        for scored, found in diagnose(network, target, conversations, args.drafter):
+            progress.update(scored)
+    assert found is not None
+    if args.json:
+        print(json.dumps(found.told()))
+    else:
+        report(found)
+    if args.fix:
+        fix(found, network, args)
+    return 0 if found.verdict == "healthy" else 1
+
+
+def fix(found: "Diagnosis", network: "object", args: argparse.Namespace) -> None:
+    from blockdraft.convert import write_mended
+
+    if found.mended is None:
+        print("blockdraft: there is nothing that a mended file could say better; none was written", file=sys.stderr)
+        return
+    write_mended(args.drafter, network, found.mended, args.fix)  # type: ignore[arg-type]
+    print(f"blockdraft: mended: {args.fix}", file=sys.stderr)
+
+
+def report(found: "Diagnosis") -> None:
+    words = {"healthy": "HEALTHY: no other reading of it fits better", "fault": "FAULT", "undecided": "UNDECIDED"}
+    print(words[found.verdict])
+    for number, fault in enumerate(found.faults):
+        print(f"{'  also: ' if number else '  '}{fault}")
+    if found.verdict == "undecided":
+        print("  it is hardly ever right, and no other reading makes it better: trained too little, or for another target")
+    if found.acceptance_length is not None:
+        print(
+            f"as configured: {found.acceptance_length:.3f} tokens a round, teacher-forced on {found.anchors} anchors of "
+            f"{found.conversations} answers"
+        )
+        print("other readings, and how they differ from it:")
+        for score in found.scores:
+            print(f"  {score.difference:+.3f} [{score.low:+.3f}, {score.high:+.3f}]  {score.name} ({score.anchors} anchors)")
+    if found.modes:
+        print("by how prompts are put: " + ", ".join(f"{name} {length:.2f}" for name, length in found.modes.items()))
+    for note in found.notes:
+        print(f"note: {note}")
