@@ -26,6 +26,14 @@ CONVERSATIONS = [
 WIDTH = 8
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short():
+    """Short answers are learnt sooner."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "TOKENS", 40)
+        yield
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doctor")
@@ -66,7 +74,7 @@ def learn(target, steps=150, shifted=False, normed=False, raw=False, **changes):
 
 @pytest.fixture(scope="module")
 def healthy(target):
-    return learn(target, steps=400, taps=(1, 2, 3), mask_token_id=5)
+    return learn(target, steps=200, taps=(1, 2, 3), mask_token_id=5)
 
 
 def broken(network, **changes):
@@ -127,7 +135,7 @@ def test_a_wrong_rotary_base_is_told(healthy, target):
 
 
 def test_the_causality_of_blocks_is_told(target):
-    causal = learn(target, steps=300, causal=(True, True))
+    causal = learn(target, steps=200, causal=(True, True))
     found = examine(broken(causal, causal=(False, False)), target)
     assert found.faults[0] == "its blocks were trained causal, and are read bidirectional"
     assert found.mended.causal == (True, True)
@@ -146,7 +154,7 @@ def test_a_last_tap_behind_the_final_norm_is_told(target):
 
 
 def test_a_drafter_of_plain_text_is_told_by_the_template(target):
-    found = examine(learn(target, raw=True), target)
+    found = examine(learn(target, steps=250, raw=True), target)
     assert "it was probably trained on the former" in found.faults[0]
     assert "with no template" in found.faults[0]
 
