@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 from blockdraft.budget import Budget
 from blockdraft.decode import decode
 from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.dflash2 import Convolution
 from blockdraft.drafters.shortlist import Shortlist, read_shortlist, write_shortlist
 from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.errors import UsageError
 from blockdraft.formats.zlab import default_taps, visibility_per_layer
+from blockdraft.generation import with_tree
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from tests import tiny
-from tests.doubles import dflash_config, random_drafter
+from tests.doubles import COUNT, dflash_config, random_drafter, run
 from tests.training import block_logits, sequence_features
 
 VARIANTS = {
@@ -24,6 +26,7 @@ VARIANTS = {
     "sliding causal": {"causal": (True, False), "windows": (6, None)},
     "sliding bidirectional": {"windows": (6, 9)},
     "scaled": {"embedding_scale": 3.0},
+    "dflash 2": {"convolution": (2, 8), "selector": (12, 4)},
 }
 
 
@@ -259,3 +262,62 @@ def test_features_of_padding_are_forgotten(llama, sequence):
     torch.testing.assert_close(
         drafter.logits(torch.tensor([5, 6]), [8, 8])[1], alone.logits(torch.tensor([6]), [8])[0], atol=1e-5, rtol=1e-5
     )
+
+
+def test_convolutions_stay_inside_their_block():
+    """Several blocks side by side are each convolved as if alone; the initial weights change nothing."""
+    torch.manual_seed(0)
+    conv = Convolution(16, 3, 4)
+    x = torch.randn(2, 12, 16)
+    before, behind = conv(x, 4)
+    torch.testing.assert_close(before, x)
+    torch.testing.assert_close(behind(x), x)
+    with torch.no_grad():
+        conv.base_kernel.normal_()
+        conv.kernel_projection.weight.normal_()
+    before, behind = conv(x, 4)
+    for start in (0, 4, 8):
+        alone, after = conv(x[:, start : start + 4])
+        torch.testing.assert_close(before[:, start : start + 4], alone)
+        torch.testing.assert_close(behind(x)[:, start : start + 4], after(x[:, start : start + 4]))
+    moved = x.clone()
+    moved[:, 5] += 1
+    assert torch.equal(conv(moved, 4)[0][:, :5], before[:, :5]), "causal: later slots move nothing"
+
+
+SECOND = VARIANTS["dflash 2"]
+
+
+def test_a_dflash_2_is_lossless_and_a_chain(llama, reference):
+    """Greedy, seeded sampling and ragged rows; it has no tree, and says so."""
+    drafter = random_drafter(llama, **SECOND)
+    prompts = [tiny.prompt(length, length) for length in (9, 3, 14)]
+    for request in run(llama, drafter, prompts, 2):
+        assert request.output == tiny.greedy(reference, request.prompt, COUNT)
+    how = {"temperature": 0.9, "seed": 3}
+    for drafted, plain in zip(run(llama, drafter, prompts, 2, **how), run(llama, None, prompts, **how), strict=True):
+        assert drafted.output == plain.output
+    assert with_tree(llama, drafter, "auto") is drafter
+    with pytest.raises(UsageError, match="it has no tree"):
+        with_tree(llama, drafter, 16)
+
+
+def test_the_selectors_laws_are_those_it_draws_from(llama):
+    """Under the rejection rule: each slot's law is over its candidates, given the word drawn before."""
+    drafter = random_drafter(llama, **SECOND)
+    drafter.reset(1, 60)
+    ids = torch.tensor([tiny.prompt(9, 1)])
+    drafter.observe(0, ids, torch.randn(1, 9, 3 * llama.hidden_size), [9])
+    asked = []
+
+    def draw(logits):
+        asked.append(logits)
+        laws = logits.softmax(-1)
+        return laws.topk(2, -1).indices[..., 1], laws
+
+    proposal = drafter.propose(torch.tensor([5]), [8], draw)
+    assert proposal.probabilities.shape == (1, 7, llama.vocab_size)
+    assert bool(((proposal.probabilities > 0).sum(-1) <= 4).all())
+    for slot in range(1, 7):  # what was asked for earlier slots never changes
+        torch.testing.assert_close(asked[slot][:, :slot], asked[slot - 1])
+    assert proposal.tokens[0].tolist() == proposal.probabilities[0].topk(2, -1).indices[:, 1].tolist()

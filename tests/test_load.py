@@ -54,7 +54,7 @@ MISFITS = {
     "domino": ({"dflash_config": {**NESTED, "projector_type": "domino"}}, "projector_type = 'domino'"),
     "shifted": ({"dflash_config": {**NESTED, "shift_label": True}}, "shift_label = True"),
     "dspark": ({"sample_from_anchor": True}, "sample_from_anchor = True"),
-    "dflash 2": ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
+    "dflash 2": ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size is None"),
     "speculators": ({"speculators_model_type": "mtp"}, "holds a speculators 'mtp' drafter"),
     "another model": ({"architectures": ["LlamaForCausalLM"]}, "holds a LlamaForCausalLM"),
 }

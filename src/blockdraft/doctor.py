@@ -229,6 +229,8 @@ def _static(network: DFlash, target: Target, folder: Path | None, found: Diagnos
                 return True
             found.notes.append(f"it taps layer {last}, the target's last, which readers see before or behind the final norm")
     found.notes += [str(warning.message) for warning in caught]
+    if network.config.selector is not None:
+        found.notes.append("it is a DFlash 2: it is scored by its slots alone, without its selector")
     who = folder / "target.json" if folder is not None else None
     if who is not None and who.exists():
         wanted, have = json.loads(who.read_text()).get("weights_sha256"), digest_of(target)

@@ -124,6 +124,8 @@ def make_method(name: str, target: Target, drafters: Sequence[LoadedDrafter], mo
         if eagle is None:
             raise UsageError(f"method {name} needs an EAGLE-3 drafter; give its folder with --drafter")
         return Engine(name, target, with_tree(target, eagle, "off" if kind == "eagle3" else int(detail or EAGLE3_TREE)))
+    if name == "dflash-tree" and isinstance(drafter, DFlashDrafter) and drafter.config.selector is not None:
+        raise UsageError("method dflash-tree needs slots that are independent; a DFlash 2 is a chain: measure it as dflash")
     if name in ("ar", "lookup", "dflash", "dflash-tree"):
         made: Drafter | None = {"ar": None, "lookup": LookupDrafter()}.get(name, drafter)
         return Engine(name, target, with_tree(target, made, "auto" if name == "dflash-tree" else "off"))

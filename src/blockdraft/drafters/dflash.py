@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from blockdraft.attention import Mask, additive, attend, visibility
 from blockdraft.cache import KVCache, Span
 from blockdraft.drafters.base import Draw
+from blockdraft.drafters.dflash2 import CandidateSelector, Convolution
 from blockdraft.drafters.shortlist import Shortlist
 from blockdraft.plain import PlainLayer, PlainLayers, fits, plain_layer
 from blockdraft.proposal import Proposal
@@ -41,6 +42,8 @@ class DFlashConfig:
         embedding_scale: multiplies the borrowed embedding rows.
         output_multiplier: multiplies the borrowed head's logits.
         softcap: ``s * tanh(logits / s)``, or None.
+        convolution: taps and channels per group of DFlash 2's convolutions around attention and MLP; None: a DFlash.
+        selector: rank and candidates per slot of DFlash 2's selector; None: a DFlash.
     """
 
     backbone: Qwen3Config
@@ -53,6 +56,8 @@ class DFlashConfig:
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float | None = None
+    convolution: tuple[int, int] | None = None
+    selector: tuple[int, int] | None = None
 
 
 class KeyValues(Protocol):
@@ -105,16 +110,30 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, c: Qwen3Config):
+    """The Qwen3 layer; in DFlash 2 with a convolution before and behind each half."""
+
+    def __init__(self, c: Qwen3Config, convolution: tuple[int, int] | None = None):
         super().__init__()
         self.self_attn = Attention(c)
         self.mlp = MLP(c)
         self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Mask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, kv, layer, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        if convolution is not None:
+            self.attention_conv, self.mlp_conv = (Convolution(c.hidden_size, *convolution) for _ in range(2))
+        self.convolved = convolution is not None
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Mask, width: int | None = None
+    ) -> Tensor:
+        inner = self.input_layernorm(x)
+        if not self.convolved:
+            x = x + self.self_attn(inner, rope, kv, layer, mask)
+            return x + self.mlp(self.post_attention_layernorm(x))
+        before, behind = self.attention_conv(inner, width)
+        x = x + behind(self.self_attn(before, rope, kv, layer, mask))
+        before, behind = self.mlp_conv(self.post_attention_layernorm(x), width)
+        return x + behind(self.mlp(before))
 
 
 class DFlash(nn.Module):
@@ -124,11 +143,13 @@ class DFlash(nn.Module):
         super().__init__()
         c = config.backbone
         self.config = config
-        self.layers = nn.ModuleList([Layer(c) for _ in range(c.num_hidden_layers)])
+        self.layers = nn.ModuleList([Layer(c, config.convolution) for _ in range(c.num_hidden_layers)])
         self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.fc = nn.Linear(len(config.taps) * c.hidden_size, c.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(c)
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(c.hidden_size, c.vocab_size, *config.selector)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DFlash":
         """Casts and moves never touch the rotary frequencies' precision: rounded to bfloat16 they are off by radians a few hundred
@@ -144,6 +165,8 @@ class DFlash(nn.Module):
             attention, mlp = layer.self_attn, layer.mlp
             groups += [[attention.q_proj], [attention.k_proj, attention.v_proj], [attention.o_proj]]  # type: ignore[union-attr, list-item]
             groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]  # type: ignore[union-attr, list-item]
+            if self.config.convolution is not None:
+                groups += [[layer.attention_conv.kernel_projection], [layer.mlp_conv.kernel_projection]]  # type: ignore[union-attr, list-item]
         return groups
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -163,7 +186,7 @@ class DFlash(nn.Module):
         rope = self.rotary(fused, positions)
         return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
 
-    def forward(self, block: Tensor, positions: Tensor, kv: KeyValues, masks: Sequence[Mask]) -> Tensor:
+    def forward(self, block: Tensor, positions: Tensor, kv: KeyValues, masks: Sequence[Mask], width: int | None = None) -> Tensor:
         """Hidden states ``[rows, slots, hidden]`` after the final norm.
 
         Args:
@@ -171,10 +194,11 @@ class DFlash(nn.Module):
             positions: ``[rows, slots]`` int64.
             kv: gives each layer what it attends over: the context, then the block rows.
             masks: per layer, additive ``[rows, 1, slots, keys]``, a BlockMask, or None: everything is seen.
+            width: slots of a block, where several stand side by side; None: it is one.
         """
         rope = self.rotary(block, positions)
         for index, layer in enumerate(self.layers):
-            block = layer(block, rope, kv, index, masks[index])
+            block = layer(block, rope, kv, index, masks[index], width)
         return self.norm(block)
 
 
@@ -243,7 +267,7 @@ class DFlashDrafter:
             norms = [layer.input_layernorm, a.q_norm, a.k_norm, layer.post_attention_layernorm]
             layers.append(plain_layer(groups, norms, c.head_dim))
         found, heads = cast(list[PlainLayer], layers), c.num_attention_heads
-        if not alike or None in layers or c.hidden_act != "silu" or not fits(found, heads, c.head_dim):
+        if self.config.convolution or not alike or None in layers or c.hidden_act != "silu" or not fits(found, heads, c.head_dim):
             return None
         return PlainLayers(found, heads, c.head_dim, c.rms_norm_eps)
 
@@ -291,11 +315,30 @@ class DFlashDrafter:
         if slots == 1:
             return Proposal(anchors.new_empty(len(anchors), 0), list(widths))
         with torch.inference_mode():
+            if self.config.selector is not None:
+                return self._select(anchors, widths, draw)
             logits = self.logits(anchors, widths)
             if draw is None:
                 return Proposal(self._words(best(logits)), list(widths))
             tokens, probabilities = draw(self.shortlist.spread(logits) if self.shortlist is not None else logits)
             return Proposal(tokens, list(widths), probabilities=probabilities)
+
+    def _select(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
+        """DFlash 2: slot by slot, each among its candidates, given the word before."""
+        selector, hidden = self.network.candidate_selector, self._hidden(anchors, widths)
+        logits, places = self._logits(hidden).topk(selector.candidates, dim=-1)
+        words, projected = self._words(places), selector.hidden_projection(hidden)
+        tokens, laws, scores = anchors.new_empty(len(anchors), 0), None, []
+        for slot in range(hidden.shape[1]):
+            before = anchors if slot == 0 else tokens[:, -1]
+            scores.append(selector.scores(logits[:, slot], words[:, slot], projected[:, slot], before))
+            if draw is None:
+                chosen = words[:, slot].gather(1, best(scores[-1])[:, None])
+                tokens = torch.cat([tokens, chosen], dim=1)
+            else:  # noise is keyed by position: earlier tokens are drawn again, the same
+                over = logits.new_full((len(anchors), slot + 1, self.config.backbone.vocab_size), float("-inf"))
+                tokens, laws = draw(over.scatter_(2, words[:, : slot + 1], torch.stack(scores, dim=1)))
+        return Proposal(tokens, list(widths), probabilities=laws)
 
     def likely(self, anchors: Tensor, widths: Sequence[int], most: int) -> tuple[Tensor, Tensor]:
         """The ``most`` likely words of the slots behind the anchor: log-probabilities and ids ``[rows, slots - 1, most]``, best
@@ -315,6 +358,10 @@ class DFlashDrafter:
 
     def logits(self, anchors: Tensor, widths: Sequence[int]) -> Tensor:
         """Draft logits ``[rows, slots - 1, words]`` of the slots behind the anchor, over the shortlist if there is one."""
+        return self._logits(self._hidden(anchors, widths))
+
+    def _hidden(self, anchors: Tensor, widths: Sequence[int]) -> Tensor:
+        """Hidden states ``[rows, slots - 1, hidden]`` of the slots behind the anchor."""
         self.forwards += 1
         self._read()
         slots = max(widths)
@@ -333,7 +380,9 @@ class DFlashDrafter:
             hidden = self.network.norm(self._plain.run(block, rope, self.cache, span, mask)[0].to(self.dtype))
         else:
             hidden = self.network(block, span.positions, self.cache, self._masks(span))
-        hidden = hidden[:, 1:]  # slot 0 is the anchor: it is known
+        return hidden[:, 1:]  # slot 0 is the anchor: it is known
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden) if self.shortlist is None else self.shortlist.logits(hidden)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier

@@ -72,6 +72,7 @@ def write(network: DFlash, folder: Path, target: Target, dtype: torch.dtype = to
     windows = {window for window in config.windows if window is not None}
     scale = _module_scale(target)
     for fault, holds in (
+        ("convolutions and selector", config.selector is not None),
         ("causal layers", any(config.causal)),
         ("windows of several sizes", len(windows) > 1),
         ("a window of one token", 1 in windows),

@@ -42,6 +42,8 @@ class Dialect:
             **dict.fromkeys(LAYOUTS),
             "safeailab": "that is a layout of EAGLE-3, another architecture",
         }
+        if self.family == "DFlash 2":
+            reasons["transformers"] = "transformers' assistant class has no convolutions and no selector"
         own = self.facts.get("words")
         if own and own != self.facts.get("vocabulary"):
             reduced = f"its vocabulary is reduced to {own} words, and readers of that layout borrow the target's whole head"
@@ -74,9 +76,7 @@ def recognise(path: Path) -> Dialect:
     if torchspec.is_torchspec(raw):
         return Dialect("torchspec", "DFlash", "TorchSpec", _sizes(raw), None, raw)
     if "DFlash2DraftModel" in architectures:
-        return Dialect(
-            "zlab", "DFlash 2", "z-lab", _sizes(raw), "DFlash 2 (convolutions, candidate selector) is not supported so far", raw
-        )
+        return Dialect("zlab", "DFlash 2", "z-lab", _sizes(raw), None, raw)
     if nested or "DFlashDraftModel" in architectures:
         trainer = (
             "Model-Optimizer" if "torch_dtype" in raw and "use_swa" in nested else "z-lab, SpecForge, Model-Optimizer or blockdraft"
@@ -121,8 +121,7 @@ def _gguf(path: Path) -> Dialect:
     facts["tapped layers"] = None if taps is None else [int(i) - header.merged for i in taps]
     trainer = "llama.cpp's converter or blockdraft" if header.merged else "a fork of llama.cpp before the merge"
     family = "DFlash 2" if any("selector" in key for key in fields) else "DFlash"
-    refused = "DFlash 2 is not read from GGUF here" if family == "DFlash 2" else None
-    return Dialect("gguf", family, trainer, {k: v for k, v in facts.items() if v is not None}, refused, fields)
+    return Dialect("gguf", family, trainer, {k: v for k, v in facts.items() if v is not None}, None, fields)
 
 
 def _sizes(raw: dict[str, Any], inputs: int = 0) -> dict[str, Any]:

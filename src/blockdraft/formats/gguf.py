@@ -38,6 +38,19 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 TOP = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
+# Of DFlash 2; whole names, since some have no suffix.
+LAYER2 = {
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+}
+TOP2 = {
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+}
+SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 EARLIER = {
     "dflash_fc": "fc",
     "dflash.fc": "fc",
@@ -107,8 +120,6 @@ def read(file: Path, target: Target) -> DFlash:
     header = read_header(file)
     if not is_drafter(header):
         raise UsageError(f"{file} is a GGUF file of architecture {header.architecture!r}, not of a DFlash drafter")
-    if any(key.endswith(("selector_rank", "conv_kernel_size")) for key in header.fields):
-        raise UsageError(f"{file} is a DFlash 2 drafter (convolutions, candidate selector), which is not read from GGUF here")
     try:
         network = DFlash(_meaning(header, file, target))
     except UsageError:
@@ -136,7 +147,7 @@ def write(network: DFlash, file: Path, target: Target, dtype: torch.dtype = torc
     c = config.backbone
     if len(set(config.causal)) > 1:
         raise UsageError("llama.cpp has one causality for the whole drafter; the layers of this one differ, which would be lost")
-    if config.output_multiplier != 1 or config.softcap is not None:
+    if config.selector is None and (config.output_multiplier != 1 or config.softcap is not None):
         raise UsageError("llama.cpp scales and caps no logits of a DFlash drafter; this one asks for it, which would be lost")
     windows = {window for window in config.windows if window is not None}
     if len(windows) > 1:
@@ -193,6 +204,10 @@ def _numbers(config: DFlashConfig) -> dict[str, int | float | bool]:
         "block_size": config.block_size,
         "embedding_scale": float(config.embedding_scale),
     }
+    if config.convolution is not None and config.selector is not None:
+        found |= dict(zip(SECOND, (*config.convolution, *config.selector), strict=True))
+        found |= {"logit_scale": float(config.output_multiplier)}
+        found |= {} if config.softcap is None else {"final_logit_softcapping": float(config.softcap)}
     return found if window is None else {**found, "attention.sliding_window": window}
 
 
@@ -216,6 +231,7 @@ def _meaning(header: Header, file: Path, target: Target) -> DFlashConfig:
     taps = [int(i) for i in value("target_layers", "target_layer_ids")]
     mask = fields.get("tokenizer.ggml.mask_token_id")
     mask = value("mask_token_id") if mask is None else mask
+    sizes = [int(value(key)) for key in SECOND] if any(key.endswith(SECOND) for key in fields) else []
     backbone = Qwen3Config(
         vocab_size=target.embedding.num_embeddings,
         hidden_size=width,
@@ -238,6 +254,10 @@ def _meaning(header: Header, file: Path, target: Target) -> DFlashConfig:
         causal=(bool(value("attention.causal", default=False)),) * layers,
         windows=tuple(window if slides else None for slides in pattern),
         embedding_scale=float(value("embedding_scale", default=1.0)),
+        output_multiplier=_decimal(value("logit_scale", default=1.0)),
+        softcap=_decimal(value("final_logit_softcapping", default=0.0)) or None,
+        convolution=(sizes[0], sizes[1]) if sizes else None,
+        selector=(sizes[2], sizes[3]) if sizes else None,
     )
 
 
@@ -276,8 +296,12 @@ def _theirs(name: str) -> str:
     stem = name.removesuffix(".weight")
     if stem in TOP:
         return f"{TOP[stem]}.weight"
-    _, number, part = stem.split(".", 2)
-    return f"blk.{number}.{LAYER[part]}.weight"
+    if name in TOP2:
+        return TOP2[name]
+    _, number, part = name.split(".", 2)
+    if part in LAYER2:
+        return f"blk.{number}.{LAYER2[part]}"
+    return f"blk.{number}.{LAYER[part.removesuffix('.weight')]}.weight"
 
 
 def _ours(name: str) -> str:
@@ -285,9 +309,15 @@ def _ours(name: str) -> str:
     top = {theirs: ours for ours, theirs in TOP.items()} | EARLIER
     if stem in top:
         return f"{top[stem]}.weight"
+    whole = {theirs: ours for ours, theirs in TOP2.items()}
+    if name in whole:
+        return whole[name]
     layer = {theirs: ours for ours, theirs in LAYER.items()} | {"post_attention_norm": "post_attention_layernorm"}
+    second = {theirs.removesuffix(".weight"): ours for ours, theirs in LAYER2.items()}
     blk, _, rest = stem.partition(".")
     number, _, part = rest.partition(".")
     if blk == "blk" and number.isdecimal() and part in layer:
         return f"layers.{number}.{layer[part]}.weight"
+    if blk == "blk" and number.isdecimal() and part in second:
+        return f"layers.{number}.{second[part]}"
     return name  # an unknown one, which is refused by its name

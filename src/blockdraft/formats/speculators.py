@@ -30,10 +30,16 @@ COMMON = set(
 )
 KEYS = {
     "dflash": set("aux_hidden_state_layer_ids block_size mask_token_id sample_from_anchor sliding_window_non_causal".split()),
+    "dflash2": set(
+        "aux_hidden_state_layer_ids block_size mask_token_id sample_from_anchor sliding_window_non_causal conv_kernel_size "
+        "conv_group_size selector_rank selector_top_k".split()
+    ),
     "eagle3": set(
         "eagle_aux_hidden_state_layer_ids embed_requires_grad fc_norm norm_before_fc norm_before_residual norm_output".split()
     ),
 }
+
+SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass
@@ -71,9 +77,9 @@ def read(folder: Path, target: Target) -> Read:
     raw = files.read_config(folder)
     kind = raw.get("speculators_model_type")
     if kind not in KEYS:
-        raise UsageError(f"{folder} holds a speculators {kind!r} drafter; dflash and eagle3 are supported")
+        raise UsageError(f"{folder} holds a speculators {kind!r} drafter; {', '.join(KEYS)} are supported")
     try:
-        network = DFlash(_dflash(folder, raw, target)) if kind == "dflash" else Eagle3(_eagle3(folder, raw, target))
+        network = Eagle3(_eagle3(folder, raw, target)) if kind == "eagle3" else DFlash(_dflash(folder, raw, target))
     except UsageError:
         raise
     except Exception as error:  # sizes, activations and rope kinds that no layer can be built from
@@ -108,13 +114,14 @@ def write(network: DFlash | Eagle3, folder: Path, target: Target, dtype: torch.d
         UsageError: a meaning that the layout cannot hold: scaled embeddings or logits, causality of another rule than its own.
     """
     config = network.config
-    kind = "eagle3" if isinstance(network, Eagle3) else "dflash"
+    kind = "eagle3" if isinstance(config, Eagle3Config) else "dflash2" if config.selector else "dflash"
+    stem = {"eagle3": "Eagle3", "dflash2": "DFlash2", "dflash": "DFlash"}[kind]
     drafted = (BLOCK_SIZE if isinstance(config, Eagle3Config) else config.block_size) - 1
     raw: dict[str, Any] = {
         "speculators_model_type": kind,
         "speculators_version": VERSION,
-        "architectures": ["Eagle3DraftModel" if kind == "eagle3" else "DFlashDraftModel"],
-        "auto_map": {"": f"config.{'Eagle3' if kind == 'eagle3' else 'DFlash'}SpeculatorConfig"},
+        "architectures": [f"{stem}DraftModel"],
+        "auto_map": {"": f"config.{stem}SpeculatorConfig"},
         "draft_vocab_size": config.words if isinstance(config, Eagle3Config) else config.backbone.vocab_size,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
@@ -143,6 +150,8 @@ def write(network: DFlash | Eagle3, folder: Path, target: Target, dtype: torch.d
             "sliding_window_non_causal": _non_causal(config),
         }
         raw["transformer_layer_config"] |= _windows(config)
+        if config.convolution is not None and config.selector is not None:
+            raw |= dict(zip(SECOND, (*config.convolution, *config.selector), strict=True))
     files.write(raw, network, folder, dtype, _theirs if kind == "eagle3" else str)
 
 
@@ -157,7 +166,9 @@ def _dflash(folder: Path, raw: dict[str, Any], target: Target) -> DFlashConfig:
     windows = tuple(backbone.sliding_window if kind == "sliding_attention" else None for kind in kinds)
     if any(kind == "sliding_attention" for kind in kinds) and backbone.sliding_window is None:
         raise UsageError(f"{folder}: sliding_attention layers without a window in force (use_sliding_window is false)")
-    causal = tuple(window is not None and not raw.get("sliding_window_non_causal", False) for window in windows)
+    second = raw["speculators_model_type"] == "dflash2"
+    causal = tuple(window is not None and not raw.get("sliding_window_non_causal", second) for window in windows)
+    sizes = [int(raw[key]) for key in SECOND] if second else []
     if raw.get("mask_token_id") is None:
         raise UsageError(f"{folder / 'config.json'} has no 'mask_token_id': which token fills the empty slots is unknown")
     return DFlashConfig(
@@ -168,6 +179,8 @@ def _dflash(folder: Path, raw: dict[str, Any], target: Target) -> DFlashConfig:
         target_layers=len(target.layers),
         causal=causal,
         windows=windows,
+        convolution=(sizes[0], sizes[1]) if sizes else None,
+        selector=(sizes[2], sizes[3]) if sizes else None,
     )
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from blockdraft.attention import Mask, additive
 from blockdraft.drafters.dflash import DFlashDrafter, visible_rule
+from blockdraft.errors import UsageError
 
 
 class AssistantDrafter(nn.Module):
@@ -30,6 +31,8 @@ class AssistantDrafter(nn.Module):
 
     def __init__(self, drafter: DFlashDrafter, model: PreTrainedModel):
         super().__init__()
+        if drafter.config.selector is not None:
+            raise UsageError("transformers drafts every slot by itself; a DFlash 2 picks each word after the one before")
         self.network, self.drafter_config = drafter.network, drafter.config
         config = drafter.config.backbone.__class__.from_dict(drafter.config.backbone.to_dict())
         config.block_size, config.mask_token_id = drafter.block_size, drafter.config.mask_token_id

@@ -1,7 +1,8 @@
 """z-lab's flat layout: ``config.json`` and ``model.safetensors``, names without a prefix, no embedding, no head.
 
-Read in the two schemas in use: A has ``block_size`` on top and ``rope_theta``, B has both nested (``dflash_config``,
-``rope_parameters``). Look-up order of the reference (z-lab/dflash 0.1.0): ``dflash_config``, then the top level, then a default.
+Read in the schemas in use: A has ``block_size`` on top and ``rope_theta``, B has both nested (``dflash_config``,
+``rope_parameters``), C is B with the keys of DFlash 2. Look-up order of the reference (z-lab/dflash 0.1.0): ``dflash_config``, then
+the top level, then a default.
 """
 
 import warnings
@@ -16,12 +17,13 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
 
 # Keys that reveal a relative of DFlash with other slots or further modules: shapes would fit, the output would be garbage.
-_RELATIVES = ("projector_type", "shift_label", "sample_from_anchor", "markov_rank", "selector_rank", "conv_kernel_size")
+_RELATIVES = ("projector_type", "shift_label", "sample_from_anchor", "markov_rank")
+_SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # Keys that have a meaning here, or none for any reader.
 NESTED = set(
     "block_size causal final_logit_softcapping input_embedding_scale mask_token_id output_multiplier projector_type "
     "swa_window_size target_layer_ids use_swa".split()
-)
+) | set(_SECOND)
 TOP = set(
     "architectures auto_map dflash_config dtype is_causal layer_types model_type num_target_layers rope_scaling rope_theta "
     "sliding_window torch_dtype transformers_version use_sliding_window".split()
@@ -61,9 +63,11 @@ def write(network: DFlash, folder: Path, dtype: torch.dtype = torch.bfloat16) ->
     nested["input_embedding_scale"], nested["output_multiplier"] = config.embedding_scale, config.output_multiplier
     if config.softcap is not None:
         nested["final_logit_softcapping"] = config.softcap
+    if config.convolution is not None and config.selector is not None:
+        nested |= dict(zip(_SECOND, (*config.convolution, *config.selector), strict=True))
     raw = {key: value for key, value in config.backbone.to_dict().items() if key not in ("transformers_version", "_name_or_path")}
     raw |= {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if config.selector else "DFlashDraftModel"],
         "block_size": config.block_size,
         "dflash_config": nested,
         "num_target_layers": config.target_layers,
@@ -111,6 +115,10 @@ def _meaning(folder: Path, raw: dict[str, Any]) -> DFlashConfig:
     if value("mask_token_id") is None:
         raise UsageError(f"{folder / 'config.json'} has no 'mask_token_id': which token fills the empty slots is unknown")
     softcap = value("final_logit_softcapping")
+    second: list[tuple[int, int] | None] = [None, None]
+    if "DFlash2DraftModel" in (raw.get("architectures") or []):
+        sizes = [_whole_number(key, value(key), 1) for key in _SECOND]
+        second = [(sizes[0], sizes[1]), (sizes[2], sizes[3])]
     return DFlashConfig(
         backbone=backbone,
         block_size=_whole_number("block_size", value("block_size", 16), 1),
@@ -122,6 +130,8 @@ def _meaning(folder: Path, raw: dict[str, Any]) -> DFlashConfig:
         embedding_scale=float(value("input_embedding_scale", 1.0)),
         output_multiplier=float(value("output_multiplier", 1.0)),
         softcap=float(softcap) if softcap and float(softcap) > 0 else None,
+        convolution=second[0],
+        selector=second[1],
     )
 
 
@@ -191,11 +201,13 @@ def _backbone(raw: dict[str, Any]) -> Qwen3Config:
 
 def _refuse_relatives(folder: Path, raw: dict[str, Any], nested: dict[str, Any]) -> None:
     architectures = raw.get("architectures") or []
-    if "DFlash2DraftModel" in architectures:
-        raise UsageError(f"{folder} is a DFlash 2 drafter (convolutions, candidate selector); DFlash is supported so far")
+    second = "DFlash2DraftModel" in architectures
+    for key in () if second else _SECOND:
+        if nested.get(key, raw.get(key)):
+            raise UsageError(f"{folder} has {key}, as DFlash 2 has, but its architectures do not say DFlash2DraftModel")
     for key in _RELATIVES:
         found = nested.get(key, raw.get(key))
         if found and not (key == "projector_type" and found == "dflash"):
             raise UsageError(f"{folder} is not a plain DFlash drafter: its config says {key} = {found!r}")
-    if architectures and "DFlashDraftModel" not in architectures:
+    if architectures and not second and "DFlashDraftModel" not in architectures:
         raise UsageError(f"{folder} holds a {architectures[0]}, not a DFlash drafter (DFlashDraftModel)")

@@ -39,7 +39,7 @@ class Blocks(nn.Module):
         fused = F.dropout(self.network.fuse(features), self.dropout, self.training)
         context = Concatenation(self.network.inject(fused, positions))
         masks = self._masks(visibility, embeddings.dtype)
-        hidden = self.network(embeddings, visibility.query_positions, context, masks)
+        hidden = self.network(embeddings, visibility.query_positions, context, masks, block_size)
         return hidden.unflatten(1, (anchors.shape[1], block_size))
 
     def _masks(self, visibility: Visibility, dtype: torch.dtype) -> list[Mask]:

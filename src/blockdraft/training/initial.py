@@ -73,6 +73,8 @@ def _from_drafter(config: TrainConfig, target: Target) -> DFlash:
     folder = _folder(config)
     network = zlab.read(folder).float()
     found = network.config
+    if found.selector is not None:
+        raise UsageError(f"init is {folder}, a DFlash 2 drafter; training goes on from DFlash drafters only")
     asked = {
         "layers": (config.layers, found.backbone.num_hidden_layers),
         "taps": (tuple(config.taps) or found.taps, found.taps),
