@@ -48,6 +48,27 @@ def official(options):
     return answer
 
 
+def folder(options):
+    """transformers' own generation with a drafter folder in its own layout, loaded as anybody would."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    dtype = getattr(torch, options["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(options["target"], dtype=dtype).eval()
+    drafter = AutoModel.from_pretrained(options["drafter"], dtype=dtype).eval()
+    model.generation_config.speculation_type = "dflash"
+    passes = [0]
+    drafter.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+
+    def answer(ids, tokens):
+        passes[0] = 0
+        with torch.inference_mode():
+            out = model.generate(torch.tensor([ids]), assistant_model=drafter, max_new_tokens=tokens, do_sample=False)
+        return out[0, len(ids) :].tolist(), passes[0]
+
+    return answer
+
+
 def vllm(method, options):
     from vllm import LLM, SamplingParams
 
@@ -59,16 +80,17 @@ def vllm(method, options):
         extra["speculative_config"] = {"method": "dflash", "model": options["drafter"], "num_speculative_tokens": slots}
     engine = LLM(options["target"], dtype=options["dtype"], max_model_len=2048, max_num_seqs=1, disable_log_stats=False, **extra)
 
-    def drafts():
-        found = {m.name: getattr(m, "value", None) for m in engine.get_metrics()}
-        return found.get("vllm:spec_decode_num_drafts")
+    def counted():
+        found = {m.name: getattr(m, "value", 0) for m in engine.get_metrics()}
+        return [found.get(f"vllm:spec_decode_num_{what}", 0) for what in ("drafts", "accepted_tokens")]
 
     def answer(ids, tokens):
-        before = drafts()
+        before = counted()
         params = SamplingParams(temperature=0, max_tokens=tokens)
         out = engine.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].outputs[0]
-        after = drafts()
-        return list(out.token_ids), after - before if extra and after is not None else None
+        drafts, accepted = (b - a for a, b in zip(before, counted(), strict=True))
+        # It may draft once more behind the end: what was accepted per draft is the same for all that.
+        return list(out.token_ids), (drafts / (drafts + accepted) * (len(out.token_ids) - 1)) if drafts else None
 
     return answer
 
@@ -77,6 +99,8 @@ def main() -> None:
     method, options = sys.argv[1], json.loads(sys.argv[2])
     if method.startswith("vllm"):
         answer = vllm(method, options)
+    elif method == "hf-folder":
+        answer = folder(options)
     else:
         answer = official(options) if method == "official-dflash" else ours(method, options)
     print("{}", flush=True)

