@@ -302,6 +302,48 @@ def test_a_dflash_2_is_lossless_and_a_chain(llama, reference):
         with_tree(llama, drafter, 16)
 
 
+def test_denoising_keeps_the_most_certain_slots(llama):
+    """Two passes over seven slots: three stay after the first, and the others are filled anew knowing them."""
+    drafter = random_drafter(llama)
+    twice, ids = drafter.with_denoising(2), torch.tensor([tiny.prompt(9, 1)])
+    features, anchor = torch.randn(1, 9, 3 * llama.hidden_size), torch.tensor([5])
+    for each in (drafter, twice):
+        each.reset(1, 60)
+        each.observe(0, ids, features, [9])
+    logits = drafter.logits(anchor, [8])[0]
+    kept = logits.softmax(-1).amax(-1).topk(3).indices
+    known = torch.full((1, 7), drafter.config.mask_token_id)
+    known[0, kept] = logits.argmax(-1)[kept]
+    again = drafter._logits(drafter._hidden(anchor, [8], known))[0].argmax(-1)
+    again[kept] = known[0, kept]
+    assert twice.propose(anchor, [8], None).tokens[0].tolist() == again.tolist()
+    assert again.tolist() != logits.argmax(-1).tolist()
+    assert twice.forwards == 2
+
+
+def test_several_denoising_steps_are_lossless_and_a_chain(llama, reference):
+    drafter = random_drafter(llama).with_denoising(3)
+    prompts = [tiny.prompt(length, length) for length in (9, 3, 14)]
+    for request in run(llama, drafter, prompts, 2):
+        assert request.output == tiny.greedy(reference, request.prompt, COUNT)
+    how = {"temperature": 0.9, "seed": 3}
+    for drafted, plain in zip(run(llama, drafter, prompts, 2, **how), run(llama, None, prompts, **how), strict=True):
+        assert drafted.output == plain.output
+    assert drafter.method == "dflash:3"
+    assert with_tree(llama, drafter, "auto") is drafter
+    for arguments, sentence in (
+        ((16,), "several denoising steps chooses each word knowing others"),
+        (("auto", None, "rejection"), "which the rejection rule does not allow"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            with_tree(llama, drafter, *arguments)
+    for steps in (0, 8):
+        with pytest.raises(UsageError, match=f"denoising steps are {steps}; they must be from 1 to 7"):
+            drafter.with_denoising(steps)
+    with pytest.raises(UsageError, match="it has one denoising step"):
+        random_drafter(llama, **SECOND).with_denoising(2)
+
+
 def test_the_selectors_laws_are_those_it_draws_from(llama):
     """Under the rejection rule: each slot's law is over its candidates, given the word drawn before."""
     drafter = random_drafter(llama, **SECOND)

@@ -164,6 +164,33 @@ def test_the_teacher_stands_one_before_its_label(place, tmp_path):
     assert torch.equal(module.choices(trainer.run.words, teacher)[valid], labels[valid])
 
 
+def test_revealed_slots_are_shown_and_carry_no_loss(place, tmp_path, monkeypatch):
+    """Some blocks show some of their own tokens; what is shown is not learnt, and everything is a function of seed and row."""
+    trainer = make(place, tmp_path / "run", revealed=0.5, anchors=20)
+    batch = trainer.run.batches.batch(trainer.run.batches.step(0), 0)
+    shown = module.revealed(batch, 8, 0.5, 0)
+    assert torch.equal(shown, module.revealed(batch, 8, 0.5, 0))
+    share = shown.any(-1).float().mean()
+    assert 0.25 < float(share) < 0.6
+    assert not bool(module.revealed(batch, 8, 0.0, 0).any())
+    seen = {}
+    right = module.block_embeddings
+
+    def embeddings(network, embed, ids, anchors, block_size, shown=None):
+        seen["ids"] = right(network, lambda tokens: tokens[..., None].float(), ids, anchors, block_size, shown)[..., 0].long()
+        return right(network, embed, ids, anchors, block_size, shown)
+
+    monkeypatch.setattr(module, "block_embeddings", embeddings)
+    _, sums = trainer.loss(trainer.blocks.train(), batch, trainer.features, 0)
+    labels, valid = batch.labels(8)
+    tokens = seen["ids"].view(*labels.shape[:2], 8)[..., 1:]
+    shown &= valid
+    assert torch.equal(tokens[shown], labels[shown])
+    assert bool((tokens[~shown] == trainer.run.network.config.mask_token_id).all())
+    decay = torch.exp(-torch.arange(7) / 4)
+    assert sums.weight == pytest.approx(float((decay * (valid & ~shown)).sum()), rel=1e-5)
+
+
 # ---- nothing changes what is learnt
 
 

@@ -13,12 +13,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from blockdraft.errors import BlockdraftError, UsageError
+    from blockdraft.formats.transformers import AssistantDrafter
     from blockdraft.generation import Completion, generate, stream
     from blockdraft.load import load_drafter, load_target
     from blockdraft.sampling import SamplingParams
     from blockdraft.target import Target
 
 _HOMES = {
+    "AssistantDrafter": "formats.transformers",
     "BlockdraftError": "errors",
     "UsageError": "errors",
     "Completion": "generation",

@@ -168,7 +168,8 @@ def with_tree(
     Args:
         tree: for DFlash, "auto": as many slots and candidates in each round as pay, with copies of earlier text among them,
             measured once per machine and pair; a number: always the whole block and so many candidates; "off": a chain. A
-            DFlash 2 is always a chain. For EAGLE-3 a number is its dynamic tree of so many candidates, anything else a chain.
+            DFlash 2, or a DFlash of several denoising steps, is always a chain. For EAGLE-3 a number is its dynamic tree of so
+            many candidates, anything else a chain.
         block_size: other than the drafter's own.
         acceptance: under "rejection" the candidates must be drawn, which a chain does: "auto" is a chain there.
 
@@ -190,9 +191,14 @@ def with_tree(
             raise UsageError(f"tree {tree} needs a drafter whose tokens have probabilities, DFlash or EAGLE-3; leave it out")
         return drafter
     slots = block_size or drafter.block_size
-    if drafter.config.selector is not None:
+    if drafter.config.selector is not None or drafter.denoising_steps > 1:
         if isinstance(tree, int):
-            raise UsageError("a DFlash 2 picks each word after the one before: it has no tree; leave it out, or take tree=off")
+            what = "a DFlash 2" if drafter.config.selector is not None else "a block of several denoising steps"
+            raise UsageError(f"{what} chooses each word knowing others: it has no tree; leave it out, or take tree=off")
+        if drafter.denoising_steps > 1 and acceptance == "rejection":
+            raise UsageError(
+                "with several denoising steps a draft's law knows later slots, which the rejection rule does not allow"
+            )
         return drafter
     if tree == "off":
         return drafter

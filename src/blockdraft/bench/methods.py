@@ -1,6 +1,6 @@
 """Methods: ways to answer a batch of prompts, each timed by the same clock.
 
-ar, dflash, dflash-tree, dflash-tree:N, lookup    this engine
+ar, dflash, dflash-tree, dflash-tree:N, lookup    this engine (dflash:S: a chain of S denoising steps)
 eagle3, eagle3-tree, eagle3-tree:N, draft-model    the same, with an EAGLE-3 drafter, or a smaller model as drafter
 hf, hf-dflash                                      transformers' own ``generate`` over untouched weights
 openai:URL                                         any OpenAI-compatible server
@@ -30,7 +30,7 @@ from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
 
 NAMES = (
-    *("ar", "dflash", "dflash-tree", "dflash-tree:N", "lookup", "eagle3", "eagle3-tree", "eagle3-tree:N"),
+    *("ar", "dflash", "dflash:S", "dflash-tree", "dflash-tree:N", "lookup", "eagle3", "eagle3-tree", "eagle3-tree:N"),
     *("draft-model", "hf", "hf-dflash", "openai:URL"),
 )
 EAGLE3_TREE = 59  # candidates of EAGLE-3's tree: 60 tokens with the root
@@ -88,7 +88,9 @@ def refuse_unknown(names: Sequence[str]) -> None:
     for name in names:
         kind, _, detail = name.partition(":")
         fits = (
-            {"openai": bool(detail), "dflash-tree": detail.isdecimal(), "eagle3-tree": detail.isdecimal()}.get(kind, False)
+            bool(detail)
+            if kind == "openai"
+            else detail.isdecimal() and int(detail) > 0 and kind in ("dflash", "dflash-tree", "eagle3-tree")
             if detail
             else name in NAMES
         )
@@ -126,6 +128,8 @@ def make_method(name: str, target: Target, drafters: Sequence[LoadedDrafter], mo
         return Engine(name, target, with_tree(target, eagle, "off" if kind == "eagle3" else int(detail or EAGLE3_TREE)))
     if name == "dflash-tree" and isinstance(drafter, DFlashDrafter) and drafter.config.selector is not None:
         raise UsageError("method dflash-tree needs slots that are independent; a DFlash 2 is a chain: measure it as dflash")
+    if kind == "dflash" and detail and isinstance(drafter, DFlashDrafter):
+        return Engine(name, target, drafter.with_denoising(int(detail)))
     if name in ("ar", "lookup", "dflash", "dflash-tree"):
         made: Drafter | None = {"ar": None, "lookup": LookupDrafter()}.get(name, drafter)
         return Engine(name, target, with_tree(target, made, "auto" if name == "dflash-tree" else "off"))

@@ -39,6 +39,9 @@ def add_models(parser: argparse.ArgumentParser, dtype_help: str = BEST_DTYPE) ->
     group.add_argument(
         "--tree", type=tree, metavar="{auto,off,N}", help="candidates of a round: as many as pay (default), a chain, or N"
     )
+    group.add_argument(
+        "--denoising-steps", type=positive, metavar="S", help="passes over a block, for a drafter trained for several; default: 1"
+    )
     group.add_argument("--block-size", type=int, help="slots of a block, the anchor included; default: as trained")
 
 
@@ -104,6 +107,7 @@ def load_target(args: argparse.Namespace, dtype: str | None = None) -> "Target":
 
 def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, Drafter | None]":
     """Target and, unless the method is ``ar``, drafter."""
+    from blockdraft.drafters.dflash import DFlashDrafter
     from blockdraft.drafters.lookup import LookupDrafter
     from blockdraft.errors import UsageError
     from blockdraft.generation import checked_block_size, with_tree
@@ -111,7 +115,7 @@ def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, D
 
     method = getattr(args, "method", "dflash")
     acceptance = getattr(args, "acceptance", "match")
-    given = {"--drafter": args.drafter, "--tree": args.tree}
+    given = {"--drafter": args.drafter, "--tree": args.tree, "--denoising-steps": args.denoising_steps}
     if method == "ar":
         given |= {"--block-size": args.block_size, "--acceptance": acceptance if acceptance != "match" else None}
     for name, value in given.items():
@@ -121,6 +125,10 @@ def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, D
     if method == "ar":
         return target, None
     drafter = LookupDrafter() if method == "lookup" else load_drafter(args.drafter, target)
+    if args.denoising_steps is not None:
+        if not isinstance(drafter, DFlashDrafter):
+            raise UsageError(f"--denoising-steps is for DFlash drafters, not for {args.drafter}; leave it out")
+        drafter = drafter.with_denoising(args.denoising_steps)
     checked_block_size(args.block_size, drafter)
     return target, with_tree(target, drafter, "auto" if args.tree is None else args.tree, args.block_size, acceptance)
 

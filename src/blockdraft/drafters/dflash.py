@@ -20,6 +20,7 @@ from blockdraft.cache import KVCache, Span
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash2 import CandidateSelector, Convolution
 from blockdraft.drafters.shortlist import Shortlist
+from blockdraft.errors import UsageError
 from blockdraft.plain import PlainLayer, PlainLayers, fits, plain_layer
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import best
@@ -233,9 +234,12 @@ class DFlashDrafter:
         name: for results.
         packed_bytes: of the packed copies of its weights.
         shortlist: the words to draft from; None: all.
-    """
+        denoising_steps: forward passes over a block: after each the most certain slots are kept, and the others are filled anew,
+            knowing these. A drafter must have been trained for more than one (``revealed`` in its recipe).
 
-    method = "dflash"
+    Raises:
+        UsageError: more steps than a block has slots to fill, or for a DFlash 2.
+    """
 
     def __init__(
         self,
@@ -245,7 +249,15 @@ class DFlashDrafter:
         name: str = "dflash",
         packed_bytes: int = 0,
         shortlist: Shortlist | None = None,
+        denoising_steps: int = 1,
     ):
+        slots = network.config.block_size - 1
+        if not 1 <= denoising_steps <= max(1, slots):
+            raise UsageError(f"denoising steps are {denoising_steps}; they must be from 1 to {slots}, the slots that are filled")
+        if denoising_steps > 1 and network.config.selector is not None:
+            raise UsageError("a DFlash 2 fills its slots one after the other: it has one denoising step")
+        self.denoising_steps = denoising_steps
+        self.method = "dflash" if denoising_steps == 1 else f"dflash:{denoising_steps}"
         self.network = network.eval()
         self.config = network.config
         self.embed, self.head, self.name = embed, head, name
@@ -270,6 +282,14 @@ class DFlashDrafter:
         if self.config.convolution or not alike or None in layers or c.hidden_act != "silu" or not fits(found, heads, c.head_dim):
             return None
         return PlainLayers(found, heads, c.head_dim, c.rms_norm_eps)
+
+    def with_denoising(self, steps: int) -> "DFlashDrafter":
+        """The same network, filling a block in so many passes.
+
+        Raises:
+            UsageError: more steps than a block has slots to fill, or for a DFlash 2.
+        """
+        return DFlashDrafter(self.network, self.embed, self.head, self.name, self.packed_bytes, self.shortlist, steps)
 
     def room(self, block_size: int) -> int:
         return block_size
@@ -317,11 +337,33 @@ class DFlashDrafter:
         with torch.inference_mode():
             if self.config.selector is not None:
                 return self._select(anchors, widths, draw)
+            if self.denoising_steps > 1:
+                return self._denoise(anchors, widths, draw)
             logits = self.logits(anchors, widths)
             if draw is None:
                 return Proposal(self._words(best(logits)), list(widths))
             tokens, probabilities = draw(self.shortlist.spread(logits) if self.shortlist is not None else logits)
             return Proposal(tokens, list(widths), probabilities=probabilities)
+
+    def _denoise(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
+        """Several passes; after pass s of S, the most certain ``slots * s / S`` slots of a row stay as they are."""
+        slots = max(widths) - 1
+        steps = min(self.denoising_steps, slots)
+        known = anchors.new_full((len(anchors), slots), self.config.mask_token_id)
+        kept = torch.zeros_like(known, dtype=torch.bool)
+        for step in range(1, steps + 1):
+            logits = self._logits(self._hidden(anchors, widths, known))
+            if draw is None:
+                tokens = self._words(best(logits))
+            else:
+                tokens, laws = draw(self.shortlist.spread(logits) if self.shortlist is not None else logits)
+                logits = laws.log()
+            sure = logits.float().log_softmax(dim=-1).amax(dim=-1).masked_fill(kept, float("inf"))
+            known = torch.where(kept, known, tokens)
+            kept = torch.zeros_like(kept).scatter_(1, sure.topk(slots * step // steps, dim=-1).indices, True)
+            filled = known
+            known = known.masked_fill(~kept, self.config.mask_token_id)
+        return Proposal(filled, list(widths))
 
     def _select(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
         """DFlash 2: slot by slot, each among its candidates, given the word before."""
@@ -360,13 +402,15 @@ class DFlashDrafter:
         """Draft logits ``[rows, slots - 1, words]`` of the slots behind the anchor, over the shortlist if there is one."""
         return self._logits(self._hidden(anchors, widths))
 
-    def _hidden(self, anchors: Tensor, widths: Sequence[int]) -> Tensor:
-        """Hidden states ``[rows, slots - 1, hidden]`` of the slots behind the anchor."""
+    def _hidden(self, anchors: Tensor, widths: Sequence[int], known: Tensor | None = None) -> Tensor:
+        """Hidden states ``[rows, slots - 1, hidden]`` of the slots behind the anchor; ``known``: their tokens, not masks alone."""
         self.forwards += 1
         self._read()
         slots = max(widths)
         ids = anchors.new_full((len(anchors), slots), self.config.mask_token_id)
         ids[:, 0] = anchors
+        if known is not None:
+            ids[:, 1:] = known
         block = self.embed(ids).to(self.dtype) * self.config.embedding_scale
         # Padding slots of narrower rows are hidden by the same rule as the padding nodes of a proposal.
         real = None

@@ -62,9 +62,24 @@ class Blocks(nn.Module):
         return BlockedMask(additive(seen[..., :context], dtype), additive(own, dtype))
 
 
-def block_embeddings(network: DFlash, embed: Callable[[Tensor], Tensor], ids: Tensor, anchors: Tensor, block_size: int) -> Tensor:
-    """Rows of the target's embedding ``[rows, anchors * block, hidden]``: each anchor's token, then mask tokens."""
+def block_embeddings(
+    network: DFlash,
+    embed: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    anchors: Tensor,
+    block_size: int,
+    shown: Tensor | None = None,
+) -> Tensor:
+    """Rows of the target's embedding ``[rows, anchors * block, hidden]``: each anchor's token, then mask tokens.
+
+    Args:
+        shown: ``[rows, anchors, block - 1]`` bool, slots that hold the row's own token instead; None: none.
+    """
     tokens = ids.gather(1, anchors)
     block = tokens[..., None].expand(-1, -1, block_size).clone()
     block[..., 1:] = network.config.mask_token_id
+    if shown is not None:
+        index = (anchors[..., None] + torch.arange(1, block_size, device=ids.device)).clamp(max=ids.shape[1] - 1)
+        own = ids.gather(1, index.flatten(1)).view(shown.shape)
+        block[..., 1:] = torch.where(shown, own, block[..., 1:])
     return embed(block.flatten(1)) * network.config.embedding_scale

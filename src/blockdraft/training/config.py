@@ -17,7 +17,7 @@ GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # decay lengths by block size (arXiv 2602.06
 EAGLE3_GAMMA = -1 / math.log(0.8)  # 0.8 a step (arXiv 2503.01840)
 # Keys that mean something to one kind of drafter only.
 ONLY = {
-    "dflash": ("layers", "mask_token_id", "shortlist", "window", "attention", "compile", "vocabulary"),
+    "dflash": ("layers", "mask_token_id", "shortlist", "window", "attention", "compile", "vocabulary", "revealed"),
     "eagle3": ("words",),
 }
 
@@ -101,6 +101,12 @@ class TrainConfig:
 
     # ---- against memorising
     feature_noise: float = option(0.0, "uniform noise on features, as a share of their standard deviation", least=0)
+    revealed: float = option(
+        0.0,
+        "share of blocks that show some of their tokens, as chance will have it: for several denoising steps",
+        least=0,
+        most=1,
+    )
     dropout: float = option(0.0, "of the fused features", least=0, most=0.9)
     patience: int | None = option(None, "end after so many evaluations without a better tau; null: never", least=1)
 

@@ -245,8 +245,12 @@ class Trainer:
         if blocks.training and config.feature_noise:
             tapped = noisy(tapped, batch, len(features.taps), config.feature_noise, config.seed)
         where = (batch.anchors, batch.positions, batch.documents, block_size)
+        shown = None
+        if blocks.training and config.revealed:
+            shown = revealed(batch, block_size, config.revealed, config.seed) & valid
+            valid = valid & ~shown
         with self._autocast():
-            hidden = blocks(self._embeddings(network, batch).to(self.precision), tapped.to(self.precision), *where)
+            hidden = blocks(self._embeddings(network, batch, shown).to(self.precision), tapped.to(self.precision), *where)
         words, theirs = self.run.words, None
         teacher = _behind(last, batch, block_size) if last is not None else None
         if teacher is not None and bool(batch.foreign.any()):
@@ -268,11 +272,11 @@ class Trainer:
         total, weight, entropies, correct = block_loss(slots, labels.flatten(0, 1), known, teacher, words, self.run.rule, theirs)
         return total, Sums.of(total, weight, entropies * known, correct, valid)
 
-    def _embeddings(self, network: DFlash | Eagle3, batch: Batch) -> Tensor:
+    def _embeddings(self, network: DFlash | Eagle3, batch: Batch, shown: Tensor | None) -> Tensor:
         """What the drafter reads of the target's embedding: a DFlash's blocks, or the tokens of the rows."""
         if isinstance(network, Eagle3):
             return self.target.embed(batch.ids)
-        return block_embeddings(network, self.target.embed, batch.ids, batch.anchors, self.config.block_size)
+        return block_embeddings(network, self.target.embed, batch.ids, batch.anchors, self.config.block_size, shown)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision == torch.float32:
@@ -448,6 +452,19 @@ def noisy(features: Tensor, batch: Batch, taps: int, share: float, seed: int) ->
         noise = torch.rand(split.shape, generator=generator, device=features.device) * 2 - 1
         out[row] = (split + noise * spread * share).flatten(-2).to(features.dtype)
     return out
+
+
+def revealed(batch: Batch, block_size: int, share: float, seed: int) -> Tensor:
+    """Which slots of which blocks are shown, bool ``[rows, anchors, block - 1]``: none, or each with a chance of its block's own.
+
+    A function of seed, epoch and row, like the noise.
+    """
+    rows = []
+    for key in batch.keys:
+        generator = torch.Generator().manual_seed(seed_of(seed, *key, 1))
+        chosen, chance = torch.rand(2, batch.anchors.shape[1], 1, generator=generator)
+        rows.append((chosen < share) & (torch.rand(batch.anchors.shape[1], block_size - 1, generator=generator) < chance))
+    return torch.stack(rows).to(batch.ids.device)
 
 
 def _behind(last: Tensor, batch: Batch, block_size: int) -> Tensor:
