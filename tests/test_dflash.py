@@ -285,6 +285,28 @@ def test_convolutions_stay_inside_their_block():
     assert torch.equal(conv(moved, 4)[0][:, :5], before[:, :5]), "causal: later slots move nothing"
 
 
+@torch.no_grad()
+def test_features_that_wait_follow_their_rows(llama):
+    """A few observed tokens wait for the next draft: a row that moves, or goes back, meanwhile drafts as if they had not."""
+    drafter, plain = random_drafter(llama), random_drafter(llama)
+    ids = torch.stack([torch.tensor(tiny.prompt(20, seed)) for seed in range(3)])
+    features = torch.randn(3, 20, 3 * llama.hidden_size)
+    drafter.reset(3, 60)
+    for row in range(3):
+        drafter.observe(row, ids[row : row + 1, :12], features[row : row + 1, :12], [12])
+    drafter.observe(0, ids[:, 12:16], features[:, 12:16], [4, 2, 3])  # waits
+    drafter.observe(0, ids[:, 16:18], features[:, 16:18], [1, 1, 2])  # waits too
+    assert drafter._unread
+    drafter.move(2, 0)  # the first row is finished, the last one takes its place
+    drafter.truncate(1, 13)
+    ours = drafter.propose(ids[[2, 1], 19], [8, 8], None).tokens
+    plain.reset(2, 60)
+    kept = torch.cat([features[2:, :12], features[2:, 12:15], features[2:, 16:18]], dim=1)
+    plain._inject(0, kept, [17])
+    plain._inject(1, features[1:2, :13], [13])
+    assert torch.equal(ours, plain.propose(ids[[2, 1], 19], [8, 8], None).tokens)
+
+
 SECOND = VARIANTS["dflash 2"]
 
 
