@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import gguf as package
 import numpy as np
@@ -13,7 +14,7 @@ from blockdraft import convert as module
 from blockdraft.cli.main import main
 from blockdraft.convert import convert
 from blockdraft.errors import BlockdraftError, UsageError
-from blockdraft.formats import assistant, eagle3, gguf, speculators, torchspec, zlab
+from blockdraft.formats import assistant, eagle3, gguf, torchspec, zlab
 from blockdraft.formats.dialect import recognise
 from blockdraft.formats.tokenizer import LETTERS, REST, _rule
 from blockdraft.load import load_drafter, load_target
@@ -71,13 +72,36 @@ def test_there_and_back(kind, layout, target, tmp_path):
     assert drafter.taps == (0, 1, 3)
 
 
-def test_layers_of_unlike_windows_stay_in_speculators_layout(target, tmp_path):
+MIXED = [
+    {"causal": (True, False), "windows": (6, None)},  # as in Qwen3.6-27B: sliding layers are causal
+    {"causal": (False, False), "windows": (6, None)},
+    {"causal": (True, True), "windows": (None, 6)},
+]
+
+
+@pytest.mark.parametrize("changes", MIXED, ids=str)
+def test_layers_of_unlike_windows(changes, target, tmp_path):
+    """z-lab's layout says windows by layer; causality for all, or that of the sliding ones."""
     (tmp_path / "a").mkdir()
-    speculators.write(random_drafter(target, windows=(6, None)).network, tmp_path / "a", target, torch.float32)
-    convert(tmp_path / "a", tmp_path / "b", "speculators", target)
+    zlab.write(random_drafter(target, **changes).network, tmp_path / "a", torch.float32)
+    found = zlab.read(tmp_path / "a").config
+    assert (found.causal, found.windows) == (changes["causal"], changes["windows"])
+    convert(tmp_path / "a", tmp_path / "b", "zlab", target)
     assert same(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(UsageError, match="layers all have one causality and one window"):
-        convert(tmp_path / "a", tmp_path / "c", "zlab", target)
+    for changes in ({"causal": (True, False), "windows": (6, 6)}, {"windows": (6, 4)}):
+        with pytest.raises(UsageError, match="z-lab's layout has one window size"):
+            zlab.write(random_drafter(target, **changes).network, tmp_path / "a", torch.float32)
+
+
+def test_yarn_is_written_in_both_spellings(target, tmp_path):
+    network = random_drafter(target).network
+    rope = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    network.config.backbone.rope_parameters = rope
+    zlab.write(network, tmp_path, torch.float32)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["rope_parameters"] == rope
+    assert (raw["rope_theta"], {**raw["rope_scaling"], "rope_theta": 5000.0}) == (5000.0, rope)
+    assert dict(zlab.read(tmp_path).config.backbone.rope_parameters) == rope
 
 
 def test_a_loaded_conversion_decodes_losslessly(target, tmp_path):
@@ -224,8 +248,8 @@ def test_quantised_files_are_read_with_a_note(target, tmp_path, recwarn):
     [
         ("gguf", {"causal": (True, False)}, "layers of this one differ"),
         ("gguf", {"softcap": 30.0}, "scales and caps no logits"),
-        ("transformers", {"convolution": (2, 8), "selector": (12, 4)}, "has no convolutions and selector"),
-        ("transformers", {"causal": (True, True)}, "has no causal layers"),
+        ("transformers", {"convolution": (2, 8), "selector": (12, 4)}, "cannot say this of a drafter: convolutions and selector"),
+        ("transformers", {"causal": (True, True)}, "cannot say this of a drafter: causal layers"),
         ("transformers", {"embedding_scale": 2.0}, "an embedding scale of 2 for a target that scales by 1"),
         ("transformers", {"output_multiplier": 0.5}, "an output multiplier or soft cap"),
         ("speculators", {"embedding_scale": 2.0}, "no place for the drafter's embedding scale"),
@@ -313,19 +337,68 @@ def test_unknown_keys_are_listed(target, tmp_path, capsys):
     assert run_cli(target, folder, tmp_path / "b", "--to", "speculators") == 2
     assert "keys that are not known here: colour, shape" in capsys.readouterr().err
     assert run_cli(target, folder, tmp_path / "b", "--to", "speculators", "--ignore", "colour", "--ignore", "shape") == 0
+    assert "colour" not in (tmp_path / "b" / "config.json").read_text(), "what is ignored is lost"
+    assert run_cli(target, folder, tmp_path / "c", "--to", "zlab", "--ignore", "nonsense") == 2
+    assert "--ignore nonsense has no effect" in capsys.readouterr().err
 
 
-def test_a_destination_that_exists_needs_force(target, tmp_path, capsys):
+def test_nothing_of_the_users_is_lost(target, tmp_path, capsys):
+    """A drafter may be replaced under --force; anything else, and everything around SRC and the target, stays."""
+    folder = source(target, tmp_path / "drafters" / "a")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "precious.txt").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(mine)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    cases = [
+        (folder, "zlab", "would overwrite"),
+        (tmp_path / "drafters", "zlab", "would overwrite"),
+        (folder / "sub", "zlab", "or lie in it"),
+        (folder / "sub.gguf", "gguf", "or lie in it"),
+        (Path(target.name), "zlab", "would overwrite"),
+        (mine, "zlab", "holds more than a drafter (precious.txt)"),
+        (tmp_path / "file", "zlab", "is a file already"),
+        (tmp_path / "file" / "sub", "zlab", "file is a file"),
+        (tmp_path / "link", "zlab", "is a link"),
+        (tmp_path / "dangling", "zlab", "is a link"),
+        (tmp_path / "out", "gguf", "has no suffix .gguf"),
+    ]
+    for destination, layout, sentence in cases:
+        assert run_cli(target, folder, destination, "--to", layout, "--force") == 2, destination
+        err = capsys.readouterr().err
+        assert sentence in err
+        assert err.count("\n") == 1
+    (tmp_path / "x.gguf").mkdir()
+    assert run_cli(target, folder, tmp_path / "x.gguf", "--to", "gguf") == 2
+    assert "--force" not in capsys.readouterr().err
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert (mine / "precious.txt").read_text() == (tmp_path / "file").read_text() == "kept"
+    assert run_cli(target, folder, tmp_path / "b", "--to", "zlab") == 0
+    assert run_cli(target, folder, tmp_path / "b", "--to", "speculators") == 2
+    assert "exists; use --force" in capsys.readouterr().err
+    assert run_cli(target, folder, tmp_path / "b", "--to", "speculators", "--force") == 0
+    assert recognise(tmp_path / "b").layout == "speculators"
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_what_was_there_comes_back_when_the_last_step_fails(target, tmp_path, monkeypatch):
     folder = source(target, tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "mine").write_text("kept")
-    assert run_cli(target, folder, tmp_path / "b", "--to", "zlab") == 2
-    assert "use --force" in capsys.readouterr().err
-    assert (tmp_path / "b" / "mine").read_text() == "kept"
-    assert run_cli(target, folder, tmp_path / "b", "--to", "zlab", "--force") == 0
-    assert not (tmp_path / "b" / "mine").exists()
-    assert run_cli(target, folder, folder, "--to", "zlab", "--force") == 2
-    assert "name another place" in capsys.readouterr().err
+    convert(folder, tmp_path / "b", "zlab", target)
+    before = (tmp_path / "b" / "config.json").read_bytes()
+    right = Path.rename
+
+    def rename(self, place):
+        if self.parent.name.startswith(".b.") and self.name == "b":
+            raise OSError(28, "No space left on device")
+        return right(self, place)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(BlockdraftError, match="No space left on device"):
+        convert(folder, tmp_path / "b", "speculators", target, force=True)
+    assert (tmp_path / "b" / "config.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_a_shortlist_and_the_targets_name_go_with_it(target, tmp_path):
@@ -429,3 +502,123 @@ def test_a_writer_that_errs_is_found_out(target, tmp_path, monkeypatch):
         with pytest.raises(BlockdraftError, match=sentence):
             convert(folder, tmp_path / "b", "zlab", target)
         assert not (tmp_path / "b").exists()
+
+
+WRONG = [
+    {"dflash_config": [1]},
+    {"dflash_config": "x"},
+    {"architectures": 5},
+    {"dflash_config": {"target_layer_ids": 5, "mask_token_id": 3}},
+    {"dflash_config": {"target_layer_ids": "abc", "mask_token_id": 3}},
+    {"dflash_config": {"target_layer_ids": [None], "mask_token_id": 3}},
+    {"block_size": 10**18, "dflash_config": {"mask_token_id": 3}},
+    {"hidden_size": 10**30},
+    {"is_causal": "false"},
+    {"layer_types": 7},
+    {"rope_parameters": 3},
+]
+
+
+@pytest.mark.parametrize("changes", WRONG, ids=str)
+def test_values_of_a_wrong_kind_are_one_sentence(changes, target, tmp_path, capsys):
+    folder = source(target, tmp_path / "a")
+    rewrite(folder, changes)
+    assert run_cli(target, folder, tmp_path / "b", "--to", "speculators") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "defect" not in err
+    assert len(err) < 500
+    main(["inspect", str(folder)])
+    assert "defect" not in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_scaled_embeddings_and_transformers_assistant(tmp_path):
+    """A target whose embedding module scales: the assistant is given its output, so the drafter's scale must be that."""
+    gemma = tiny.target("gemma2")
+    scale = gemma.hidden_size**0.5
+    network = random_drafter(gemma, embedding_scale=scale).network
+    (tmp_path / "a").mkdir()
+    zlab.write(network, tmp_path / "a", torch.float32)
+    convert(tmp_path / "a", tmp_path / "b", "transformers", gemma)
+    assert load_drafter(tmp_path / "b", gemma).config.embedding_scale == pytest.approx(scale, rel=1e-5)
+    with pytest.raises(UsageError, match="an embedding scale of 1 for a target that scales by"):
+        assistant.write(random_drafter(gemma).network, tmp_path / "a", gemma)
+
+
+def rewritten(target, place, **changes):
+    """A GGUF of a random drafter with keys changed or added."""
+    gguf.write(random_drafter(target).network, place, target, torch.float32)
+    reader = package.GGUFReader(place)
+    writer = package.GGUFWriter(place.with_suffix(".new"), "dflash")
+    for name, field in reader.fields.items():
+        if name.startswith("dflash.") or name == "tokenizer.ggml.mask_token_id":
+            more = {"sub_type": field.types[-1]} if field.types[0] == package.GGUFValueType.ARRAY else {}
+            writer.add_key_value(name, field.contents(), field.types[0], **more)
+    for key, value in changes.items():
+        add = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}.get(type(value))
+        if add is not None:
+            add(f"dflash.{key}", value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data))
+    for key, value in changes.items():
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    place.with_suffix(".new").rename(place)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"attention.value_scale": 0.5}, "attention.value_scale"),
+        ({"sample_from_anchor": True}, "sample_from_anchor"),
+        ({"rope.scaling.type": "yarn"}, "rope.scaling.type"),
+        ({"colour": 3}, "keys that are not known here: dflash.colour"),
+        ({"output.weight": np.ones((20, 32), np.float32)}, "brings its own head"),
+    ],
+)
+def test_nothing_that_a_gguf_says_is_dropped(changes, sentence, target, tmp_path):
+    file = rewritten(target, tmp_path / "d.gguf", **changes)
+    with pytest.raises(UsageError, match=sentence):
+        convert(file, tmp_path / "b", "zlab", target)
+
+
+def test_settings_that_float32_rounds_are_the_same(target, tmp_path):
+    folder = source(target, tmp_path / "a", embedding_scale=5.656854)
+    convert(folder, tmp_path / "d.gguf", "gguf", target)
+    convert(tmp_path / "d.gguf", tmp_path / "b", "zlab", target)
+    assert zlab.read(tmp_path / "b").config.embedding_scale == pytest.approx(5.656854, rel=1e-6)
+
+
+def test_dtypes_that_no_drafter_has_are_refused(target, tmp_path):
+    folder = source(target, tmp_path / "a")
+    tensors = load_file(folder / "model.safetensors")
+    for dtype, name in ((torch.float64, "float64"), (torch.float8_e4m3fn, "float8_e4m3fn")):
+        save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, folder / "model.safetensors")
+        with pytest.raises(UsageError, match=f"tensors of {name}; a drafter has one dtype"):
+            convert(folder, tmp_path / "b", "zlab", target)
+
+
+def test_a_large_speculators_drafter_is_not_taken_for_a_reduced_one(tmp_path):
+    """Keys equal to the class's defaults are absent from its file: vocabulary and width of Qwen3-8B are such."""
+    raw = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashDraftModel"],
+        "draft_vocab_size": 151936,
+        "target_hidden_size": 4096,
+        "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+        "block_size": 16,
+        "mask_token_id": 151669,
+        "transformer_layer_config": {"model_type": "qwen3", "num_hidden_layers": 5},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = recognise(tmp_path)
+    assert (found.facts["vocabulary"], found.facts["width"], found.facts["tapped layers"]) == (151936, 4096, [1, 9, 17, 25, 33])
+    assert found.into()["zlab"] is None
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "draft_vocab_size": 32000}))
+    assert "reduced to 32000 words" in recognise(tmp_path).into()["speculators"]

@@ -11,6 +11,7 @@ from blockdraft import doctor
 from blockdraft.cli.main import main
 from blockdraft.doctor import Diagnosis, Score, _compared, _judge_modes, _with_rope, diagnose, readings
 from blockdraft.drafters.dflash import DFlash
+from blockdraft.errors import UsageError
 from blockdraft.formats import zlab
 from blockdraft.load import load_target
 from blockdraft.prompts import encode
@@ -20,9 +21,8 @@ from tests import tiny
 from tests.doubles import dflash_config, random_drafter
 from tests.training import answered
 
-CONVERSATIONS = [
-    [{"role": "user", "content": text}] for text in ("one two", "why", "more", "the sea", "count", "a b c", "x", "and so on", "go")
-]
+TEXTS = ("one two", "why", "more", "the sea", "count", "a b c", "x", "and so on", "go", "1 2 3", "far", "and then")
+CONVERSATIONS = [[{"role": "user", "content": text}] for text in TEXTS]
 WIDTH = 8
 
 
@@ -30,7 +30,7 @@ WIDTH = 8
 def _short():
     """Short answers are learnt sooner."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "TOKENS", 40)
+        patch.setattr(doctor, "TOKENS", 30)
         yield
 
 
@@ -41,12 +41,12 @@ def target(tmp_path_factory):
     return load_target(folder, dtype="float32")
 
 
-def learn(target, steps=150, shifted=False, normed=False, raw=False, **changes):
+def learn(target, steps=250, shifted=False, normed=False, raw=False, **changes):
     """A small drafter, overfitted to the answers to the conversations, as its config says (or, if asked, otherwise)."""
     prompts = [encode(target, c[0]["content"], raw=True) if raw else encode(target, c) for c in CONVERSATIONS]
     network = random_drafter(target, seed=1, **changes).network.requires_grad_(True)
     blocks, config = Blocks(network).train(), network.config
-    optimizer = torch.optim.AdamW(network.parameters(), lr=4e-3)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
     words, generator = Words(target.head.weight.detach()), torch.Generator().manual_seed(0)
     rows = []
     for prompt in prompts:
@@ -74,7 +74,7 @@ def learn(target, steps=150, shifted=False, normed=False, raw=False, **changes):
 
 @pytest.fixture(scope="module")
 def healthy(target):
-    return learn(target, steps=200, taps=(1, 2, 3), mask_token_id=5)
+    return learn(target, steps=400, taps=(1, 2, 3), mask_token_id=5)
 
 
 def broken(network, **changes):
@@ -134,8 +134,10 @@ def test_a_wrong_rotary_base_is_told(healthy, target):
     assert dict(found.mended.backbone.rope_parameters)["rope_theta"] == 10000.0
 
 
-def test_the_causality_of_blocks_is_told(target):
-    causal = learn(target, steps=200, causal=(True, True))
+def test_the_causality_of_blocks_is_told(target, monkeypatch):
+    """Twelve short answers are few for this fault: less certainty is asked for here."""
+    monkeypatch.setattr(doctor, "SURE", 1.5)
+    causal = learn(target, steps=400, causal=(True, True))
     found = examine(broken(causal, causal=(False, False)), target)
     assert found.faults[0] == "its blocks were trained causal, and are read bidirectional"
     assert found.mended.causal == (True, True)
@@ -154,7 +156,7 @@ def test_a_last_tap_behind_the_final_norm_is_told(target):
 
 
 def test_a_drafter_of_plain_text_is_told_by_the_template(target):
-    found = examine(learn(target, steps=250, raw=True), target)
+    found = examine(learn(target, steps=300, raw=True), target)
     assert "it was probably trained on the former" in found.faults[0]
     assert "with no template" in found.faults[0]
 
@@ -205,6 +207,29 @@ def test_the_interval_is_that_of_conversations():
     assert not Score("", "", 9, 2.0, 0.005, 0.004, 0.006).better(1.0), "sure, and not worth a word"
 
 
+def test_few_conversations_decide_nothing(healthy, target):
+    """One alone has no spread: whatever fits it better is chance."""
+    copy = broken(healthy, taps=(0, 1, 2))
+    for count, verdict in ((1, "undecided"), (12, "fault")):
+        for _, found in diagnose(copy, target, CONVERSATIONS[:count], anchors=25 * count):
+            pass
+        assert found.verdict == verdict
+        assert (found.mended is None) == (count == 1)
+    assert doctor._quantile(11) > doctor._quantile(100) > 3.3
+
+
+def test_odd_targets_and_files(healthy, target, tmp_path, monkeypatch):
+    zlab.write(healthy, tmp_path, torch.float32)
+    (tmp_path / "target.json").write_text("{")
+    assert any("is damaged" in note for note in examine(healthy, target, tmp_path).notes)
+    monkeypatch.setattr(target.tokenizer, "chat_template", None)
+    found = examine(healthy, target)
+    assert set(found.modes) == {"no template"}
+    monkeypatch.setattr(doctor, "_answers", lambda target, prompts: [])
+    with pytest.raises(UsageError, match="ends every answer at once"):
+        examine(healthy, target)
+
+
 def test_the_command(healthy, target, tmp_path, capsys):
     zlab.write(broken(healthy, taps=(0, 1, 2)), tmp_path, torch.float32)
     probe = tmp_path / "probe.jsonl"
@@ -213,7 +238,7 @@ def test_the_command(healthy, target, tmp_path, capsys):
     assert main(["doctor", "--drafter", str(tmp_path), *where, "--fix", str(tmp_path / "mended")]) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith("FAULT\n  its tapped layers [0, 1, 2] are counted one too low")
-    assert "only " in printed.out, "six conversations are few, and it says so"
+    assert "only " in printed.out, "so few anchors are not enough for small faults, and it says so"
     assert zlab.read(tmp_path / "mended").config.taps == (1, 2, 3)
     assert main(["doctor", "--drafter", str(tmp_path / "mended"), *where, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -117,6 +117,16 @@ def test_a_reduced_vocabulary_drafts_from_its_own_words(llama, tmp_path):
     rewrite(tmp_path, None, {"d2t": ids - torch.arange(30), "t2d": torch.arange(60) % 2 == 1})
     with pytest.raises(UsageError, match="t2d and d2t disagree"):
         load_drafter(tmp_path, llama)
+    for name, wrong, sentence in (
+        ("lm_head.weight", rows[:, :16].contiguous(), "lm_head.weight is not 30 x 32 finite numbers"),
+        ("lm_head.weight", rows[:10].contiguous(), "lm_head.weight is not 30 x 32"),
+        ("lm_head.weight", rows * float("nan"), "lm_head.weight is not 30 x 32"),
+        ("d2t", torch.zeros(30), "d2t is not 30 whole numbers"),
+    ):
+        rewrite(tmp_path, None, {**tensors, name: wrong})
+        with pytest.raises(UsageError, match=sentence):
+            load_drafter(tmp_path, llama)
+    rewrite(tmp_path, None, tensors)
     rewrite(tmp_path, None, {"lm_head.weight": None, "t2d": None})
     with pytest.raises(UsageError, match="vocabulary of 30 words, but no lm_head.weight and d2t"):
         load_drafter(tmp_path, llama)
@@ -141,6 +151,7 @@ REFUSED = {
     "another kind": (random_drafter, {"speculators_model_type": "mtp"}, "holds a speculators 'mtp' drafter"),
     "width": (random_drafter, {"target_hidden_size": 64}, "a drafter of width 32 for a target of width 64"),
     "mask": (random_drafter, {"mask_token_id": None}, "has no 'mask_token_id'"),
+    "causality": (random_drafter, {"transformer_layer_config": {"model_type": "qwen3", "is_causal": True}}, "says is_causal"),
     "taps": (random_drafter, {"aux_hidden_state_layer_ids": [2, 3, 9]}, "tapped layers"),
     "norm": (random_eagle3, {"norm_before_residual": True}, "says norm_before_residual"),
     "layers": (random_eagle3, {"transformer_layer_config": {"model_type": "qwen3"}}, "layers of a qwen3"),

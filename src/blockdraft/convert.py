@@ -1,7 +1,9 @@
 """Conversion of a drafter from one layout to another, which proves itself: what was written is read again and compared."""
 
 import copy
+import math
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,7 @@ SIZES = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps hidden_act "
     "max_position_embeddings vocab_size"
 ).split()
+OURS = ("README.md", "config.json", "model.safetensors", "shortlist.json", "target.json")
 PROBE = "A drafter writes a block of tokens at once; the model that it serves keeps what it would have written itself."
 
 
@@ -45,33 +48,87 @@ def convert(
         UsageError: a source that cannot be read or become that, unknown keys, a destination that is there.
         BlockdraftError: what was written is not what was read.
     """
+    dialect = check(source, destination, layout, target.name, ignore, force)
+    network = read(source, dialect, target)
+    fits = check_eagle3 if isinstance(network, Eagle3) else check_pair
+    fits(network, target, str(source))  # type: ignore[arg-type]
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as room:
+            beside = Path(room) / destination.name
+            _write(network, beside, layout, target)
+            again = read(beside, recognise(beside), target)
+            proofs = compare(network, again, target)
+            proofs += _carry_over(source, beside, layout, target.vocab_size)
+            _replace(beside, destination)
+    except OSError as error:
+        raise BlockdraftError(f"cannot write {destination}: {error.strerror or error}") from error
+    return proofs
+
+
+def check(source: Path, destination: Path, layout: str, target: str, ignore: Sequence[str] = (), force: bool = False) -> Dialect:
+    """What a conversion would be of, from the source's config alone: nothing large is loaded.
+
+    Args:
+        target: its name or place, which is not to be written over.
+
+    Raises:
+        UsageError: as ``convert``.
+    """
     dialect = recognise(source)
     reason = dialect.into()[layout]
     if reason:
         raise UsageError(f"{source} cannot be converted to {layout}: {reason}")
-    _refuse_unknown(dialect, source, ignore)
-    if destination.exists() and not force:
+    unknown = unknown_keys(dialect)
+    useless = [key for key in ignore if key not in unknown]
+    if useless:
+        raise UsageError(f"--ignore {useless[0]} has no effect: {source} has no unknown key of that name")
+    unknown = [key for key in unknown if key not in ignore]
+    if unknown:
+        raise UsageError(
+            f"{source} has keys that are not known here: {', '.join(unknown)}; what they mean could be lost "
+            f"(--ignore {unknown[0]} converts without)"
+        )
+    _check_place(destination, layout, force, (source, Path(target).expanduser()))
+    return dialect
+
+
+def unknown_keys(dialect: Dialect) -> list[str]:
+    """Keys of a drafter's config that mean nothing here."""
+    known = {
+        "zlab": zlab.unknown_keys,
+        "speculators": speculators.unknown_keys,
+        "gguf": gguf.unknown_keys,
+        "transformers": assistant.unknown_keys,
+        "torchspec": torchspec.unknown_keys,
+        "safeailab": eagle3.unknown_keys,
+    }
+    return known[dialect.layout](dialect.raw)
+
+
+def _check_place(destination: Path, layout: str, force: bool, kept: Sequence[Path]) -> None:
+    """Refuse to write where something of the user's would be lost."""
+    if layout == "gguf" and destination.suffix != ".gguf":
+        raise UsageError(f"{destination} has no suffix .gguf, by which readers know such a file; add it")
+    if destination.is_symlink():
+        raise UsageError(f"{destination} is a link; name the place that it leads to")
+    where = destination.resolve()
+    blocked = next((folder for folder in where.parents if folder.exists() and not folder.is_dir()), None)
+    if blocked is not None:
+        raise UsageError(f"{destination} cannot be made: {blocked} is a file")
+    for place in (path.resolve() for path in kept if path.exists()):
+        if where == place or where in place.parents or place in where.parents:
+            raise UsageError(f"{destination} would overwrite {place}, or lie in it; name another place")
+    if not destination.exists():
+        return
+    if destination.is_dir() == (layout == "gguf"):
+        kind = "a folder" if destination.is_dir() else "a file"
+        raise UsageError(f"{destination} is {kind} already, and --to {layout} writes another kind of thing; name another place")
+    if not force:
         raise UsageError(f"{destination} exists; use --force to replace it")
-    if destination.resolve() == source.resolve():
-        raise UsageError(f"{destination} is the drafter that is to be converted; name another place")
-    network = read(source, dialect, target)
-    fits = check_eagle3 if isinstance(network, Eagle3) else check_pair
-    fits(network, target, str(source))  # type: ignore[arg-type]
-    beside = destination.parent / f".{destination.name}.part"
-    _remove(beside)
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        _write(network, beside, layout, target)
-        again = read(beside, recognise(beside), target) if layout != "gguf" else gguf.read(beside, target)
-        proofs = compare(network, again, target)
-        if layout != "gguf":
-            proofs += _carry_over(source, beside, layout, target.vocab_size)
-        _replace(beside, destination)
-    except OSError as error:
-        raise BlockdraftError(f"cannot write {destination}: {error.strerror or error}") from error
-    finally:
-        _remove(beside)
-    return proofs
+    others = sorted(path.name for path in destination.iterdir() if path.name not in OURS) if destination.is_dir() else []
+    if others:
+        raise UsageError(f"{destination} holds more than a drafter ({others[0]}); name another place, or move that away")
 
 
 def read(path: Path, dialect: Dialect, target: Target) -> DFlash | Eagle3:
@@ -85,7 +142,7 @@ def read(path: Path, dialect: Dialect, target: Target) -> DFlash | Eagle3:
     if dialect.layout == "speculators":
         found = speculators.read(path, target)
         if found.words is not None:
-            raise UsageError(f"{path} has a reduced vocabulary with a head of its own, which no other layout holds")
+            raise UsageError(f"{path} has a reduced vocabulary with a head of its own, which a network alone does not hold")
         return found.network
     if dialect.layout == "safeailab":
         return eagle3.read(path, len(target.layers))
@@ -104,15 +161,12 @@ def write_mended(source: Path, network: DFlash, config: DFlashConfig, destinatio
     """
     mended = DFlash(config)
     mended.to(network.fc.weight.dtype).load_state_dict(network.state_dict())
-    beside = destination.parent / f".{destination.name}.part"
-    _remove(beside)
-    try:
-        beside.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as room:
+        beside = Path(room) / destination.name
+        beside.mkdir()
         zlab.write(mended, beside, network.fc.weight.dtype)
         _carry_over(source, beside, "zlab", config.backbone.vocab_size)
         _replace(beside, destination)
-    finally:
-        _remove(beside)
 
 
 def compare(network: DFlash | Eagle3, again: DFlash | Eagle3, target: Target) -> list[str]:
@@ -127,7 +181,7 @@ def compare(network: DFlash | Eagle3, again: DFlash | Eagle3, target: Target) ->
             raise BlockdraftError(f"what was written is not what was read: tensor {name} differs; nothing was kept")
     wanted, found = _settings(network), _settings(again)
     for key, value in wanted.items():
-        if found[key] != value:
+        if not _same(found[key], value):
             raise BlockdraftError(f"what was written is not what was read: {key} is {found[key]}, not {value}; nothing was kept")
     ids = _probe(target)
     if not torch.equal(_drafted(network, target, ids), _drafted(again, target, ids)):
@@ -145,6 +199,15 @@ def _settings(network: DFlash | Eagle3) -> dict[str, object]:
     found = {key: value for key, value in vars(network.config).items() if key != "backbone"}
     backbone = network.config.backbone
     return {**found, **{key: getattr(backbone, key) for key in SIZES}, "rope": dict(backbone.rope_parameters or {})}
+
+
+def _same(found: object, value: object) -> bool:
+    """Equal; numbers as far as float32 holds them, which GGUF stores."""
+    if isinstance(found, float) and isinstance(value, float):
+        return math.isclose(found, value, rel_tol=1e-6)
+    if isinstance(found, dict) and isinstance(value, dict):
+        return found.keys() == value.keys() and all(_same(found[key], value[key]) for key in value)
+    return found == value
 
 
 def _probe(target: Target) -> list[int]:
@@ -168,16 +231,6 @@ def _drafted(network: DFlash | Eagle3, target: Target, ids: list[int]) -> Tensor
         return drafter.logits(anchors, [drafter.block_size])
 
 
-def _refuse_unknown(dialect: Dialect, source: Path, ignore: Sequence[str]) -> None:
-    known = {"zlab": zlab.unknown_keys, "speculators": speculators.unknown_keys}.get(dialect.layout)
-    unknown = [key for key in known(dialect.raw) if key not in ignore] if known else []
-    if unknown:
-        raise UsageError(
-            f"{source / 'config.json'} has keys that are not known here: {', '.join(unknown)}; what they mean could be lost "
-            f"(--ignore {unknown[0]} converts without)"
-        )
-
-
 def _write(network: DFlash | Eagle3, place: Path, layout: str, target: Target) -> None:
     dtype = network.fc.weight.dtype
     if layout == "gguf":
@@ -197,31 +250,31 @@ def _write(network: DFlash | Eagle3, place: Path, layout: str, target: Target) -
 
 def _carry_over(source: Path, place: Path, layout: str, vocabulary: int) -> list[str]:
     """The files beside a drafter that are ours: which target it serves, and its shortlist."""
+    ids = read_shortlist(source, vocabulary) if source.is_dir() else None
+    if place.is_file():
+        return [] if ids is None else [f"its shortlist of {len(ids)} words has no place in a .gguf file"]
     found = []
-    if source.is_dir():
-        if (source / "target.json").exists():
-            shutil.copyfile(source / "target.json", place / "target.json")
-        ids = read_shortlist(source, vocabulary)
-        if ids is not None and layout in ("zlab", "speculators"):
-            write_shortlist(ids.tolist(), place)
-            found.append(f"the shortlist of {len(ids)} words goes with it")
+    if source.is_dir() and (source / "target.json").exists():
+        shutil.copyfile(source / "target.json", place / "target.json")
+    if ids is not None and layout in ("zlab", "speculators"):
+        write_shortlist(ids.tolist(), place)
+        found.append(f"the shortlist of {len(ids)} words goes with it")
+    elif ids is not None:
+        found.append(f"its shortlist of {len(ids)} words stays behind: readers of that layout draft from the whole vocabulary")
     for path in (*place.iterdir(), place):
         fsync(path)
     return found
 
 
 def _replace(beside: Path, destination: Path) -> None:
-    """Put a finished folder or file in its place, and what was there away."""
-    old = destination.parent / f".{destination.name}.old"
-    _remove(old)
-    if destination.exists():
-        destination.rename(old)
-    beside.rename(destination)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    """Put a finished folder or file in its place; what was there comes back if that fails."""
+    if not destination.exists():
+        beside.rename(destination)
+        return
+    old = beside.parent / "old"
+    destination.rename(old)
+    try:
+        beside.rename(destination)
+    except OSError:
+        old.rename(destination)
+        raise

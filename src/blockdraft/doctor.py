@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from blockdraft.training.blocks import Blocks, block_embeddings
 
 ANCHORS = 2000  # fewer cannot show a difference of a few per cent
 TOKENS = 96  # of a continuation
-SURE = 3.3  # standard errors: a dozen readings are tried, and a healthy drafter must pass them all
+SURE = 3.3  # standard errors of many conversations: a dozen readings are tried, and a healthy drafter must pass them all
+FEW = 10  # conversations below which nothing can be told from chance
 WORTH = 0.01  # a smaller gain, as a share of the acceptance length, is not worth a word
 HARDLY = 1.1  # an acceptance length below which nothing works
 MODE = 1.5  # how much more must be accepted in another mode of the template to be called a fault: texts differ in how easy they are
@@ -127,6 +129,8 @@ def diagnose(
         yield 0, found
         return
     texts, modes = _continuations(target, conversations, anchors)
+    if not texts:
+        raise UsageError(f"{target.name} ends every answer at once: there is nothing to score on; give other prompts with --probe")
     probe = _Probe(network, target, read_shortlist(folder, target.vocab_size) if folder is not None and folder.is_dir() else None)
     base = Reading("as configured", "", network.config)
     plain = probe.accepted(base, texts)
@@ -143,14 +147,18 @@ def diagnose(
             best = score, other
         yield number, found
     found.scores.sort(key=lambda score: -score.difference)
-    found.faults += [score.fault for score in found.scores if score.better(found.acceptance_length)]
+    if len(texts) < FEW:
+        found.notes.append(f"only {len(texts)} conversations: chance cannot be told from a fault; give at least {FEW} with --probe")
+        best = None
+    else:
+        found.faults += [score.fault for score in found.scores if score.better(found.acceptance_length)]
     found.modes = {name: _mean(probe.accepted(base, rows)) for name, rows in modes.items()}
     _judge_modes(found)
     if best is not None and not best[1].shifted and not best[1].normed:
         found.mended = best[1].config
     if found.faults:
         found.verdict = "fault"
-    elif found.acceptance_length < HARDLY:
+    elif found.acceptance_length < HARDLY or len(texts) < FEW:
         found.verdict = "undecided"
     yield len(others), found
 
@@ -233,7 +241,12 @@ def _static(network: DFlash, target: Target, folder: Path | None, found: Diagnos
         found.notes.append("it is a DFlash 2: it is scored by its slots alone, without its selector")
     who = folder / "target.json" if folder is not None else None
     if who is not None and who.exists():
-        wanted, have = json.loads(who.read_text()).get("weights_sha256"), digest_of(target)
+        try:
+            wanted = json.loads(who.read_text())["weights_sha256"]
+        except (ValueError, KeyError, TypeError):
+            found.notes.append(f"{who} is damaged: which weights it was trained for is unknown")
+            wanted = None
+        have = digest_of(target)
         if wanted and have and wanted != have:
             found.faults.append("the target's weights are not those it was trained for (target.json): other or quantised")
     else:
@@ -246,17 +259,29 @@ def _continuations(
 ) -> tuple[list[tuple[list[int], int]], dict[str, list[tuple[list[int], int]]]]:
     """What the target says: ids and where the answer starts, until there are enough; and shorter ones in other modes."""
     texts: list[tuple[list[int], int]] = []
+    plain = not getattr(target.tokenizer, "chat_template", None)  # a base model continues text
+    usual = partial(_encoded, target, raw=plain)
     pending = [list(conversation) for conversation in conversations]
     while pending and sum(len(ids) - start - 1 for ids, start in texts) < anchors:
         some, pending = pending[:16], pending[16:]
-        texts += _answers(target, [encode(target, conversation) for conversation in some])
+        texts += _answers(target, usual(some))
     few = [list(conversation) for conversation in conversations[:12]]
-    modes = {"chat template": _answers(target, [encode(target, conversation) for conversation in few])}
-    modes["no template"] = _answers(target, [encode(target, conversation[-1]["content"], raw=True) for conversation in few])
-    if "enable_thinking" in str(getattr(target.tokenizer, "chat_template", "")):
-        for name, thinking in (("thinking", True), ("no thinking", False)):
-            modes[name] = _answers(target, [encode(target, conversation, thinking=thinking) for conversation in few])
-    return texts, modes
+    modes = {"no template" if plain else "chat template": _answers(target, usual(few))}
+    if not plain:
+        modes["no template"] = _answers(target, _encoded(target, few, raw=True))
+        if "enable_thinking" in str(getattr(target.tokenizer, "chat_template", "")):
+            for name, thinking in (("thinking", True), ("no thinking", False)):
+                modes[name] = _answers(target, _encoded(target, few, thinking=thinking))
+    return texts, {name: rows for name, rows in modes.items() if rows}
+
+
+def _encoded(
+    target: Target, conversations: Sequence[Sequence[Message]], raw: bool = False, thinking: bool | None = None
+) -> list[list[int]]:
+    """Prompts that leave room for an answer; ``raw``: the last message as plain text."""
+    asked = [conversation[-1]["content"] if raw else conversation for conversation in conversations]
+    prompts = [encode(target, prompt, raw=raw, thinking=thinking) for prompt in asked]
+    return [ids for ids in prompts if len(ids) + TOKENS < target.context]
 
 
 def _answers(target: Target, prompts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
@@ -339,8 +364,14 @@ def _compared(reading: Reading, other: Sequence[Tensor], plain: Sequence[Tensor]
     spread = sums - difference * counts
     few = len(counts) / max(1, len(counts) - 1)
     error = float((few * spread.square().sum()).sqrt() / counts.sum())
-    margin = SURE * error
+    margin = _quantile(len(counts) - 1) * error if len(counts) > 1 else math.inf
     return Score(reading.name, reading.fault, int(counts.sum()), _mean(other), difference, difference - margin, difference + margin)
+
+
+def _quantile(freedom: int) -> float:
+    """Of Student's t, where that of the normal law is SURE (Cornish-Fisher)."""
+    z = SURE
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _judge_modes(found: Diagnosis) -> None:

@@ -207,7 +207,7 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
     raw = read_config(folder) if folder.is_dir() else {"architectures": ["ForCausalLM"]}
     if speculators.is_speculators(raw):
         found = speculators.read(folder, target)
-        return at_work(found.network, name, target, _own_words(found, target))
+        return at_work(found.network, name, target, _own_words(found, target) or _shortlist(folder, target, shortlist))
     if eagle3.is_eagle3(raw):
         return at_work(eagle3.read(folder, len(target.layers)), name, target)
     if assistant.is_assistant(raw):
@@ -218,12 +218,18 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
         model = load_target(folder, target.dtype, str(target.device))
         refuse_other_tokenizer(model, target)
         return ModelDrafter(model, target.vocab_size, name)
-    network = zlab.read(folder)
-    ids = read_shortlist(folder, target.vocab_size) if shortlist else None
-    if ids is not None and not isinstance(target.head, nn.Linear):
+    return at_work(zlab.read(folder), name, target, _shortlist(folder, target, shortlist))
+
+
+def _shortlist(folder: Path, target: Target, wanted: bool) -> Shortlist | None:
+    """The folder's shortlist, if it has one and it is wanted."""
+    ids = read_shortlist(folder, target.vocab_size) if wanted else None
+    if ids is None:
+        return None
+    if not isinstance(target.head, nn.Linear):
         warnings.warn(f"the head of {target.name} has no rows to pick from: drafting from its whole vocabulary, slower")
-        ids = None
-    return at_work(network, name, target, Shortlist.of(ids, target.head) if ids is not None else None)  # type: ignore[arg-type]
+        return None
+    return Shortlist.of(ids, target.head)
 
 
 def _own_words(found: speculators.Read, target: Target) -> Shortlist | None:

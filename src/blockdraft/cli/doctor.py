@@ -13,9 +13,18 @@ if TYPE_CHECKING:
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("doctor", help="find out why a drafter is rarely right")
+    parser = commands.add_parser(
+        "doctor",
+        help="find out why a drafter is rarely right",
+        description="Scores every other reading of a drafter on the target's own answers. Exit status 0: healthy; 1: not.",
+    )
     parser.add_argument("--drafter", type=options.path, required=True, help="DFlash drafter: folder or .gguf file")
-    parser.add_argument("--probe", type=options.path, metavar="FILE.jsonl", help="prompts to ask; default: 48 of our own")
+    parser.add_argument(
+        "--probe",
+        type=options.path,
+        metavar="FILE.jsonl",
+        help="prompts to ask, the first turn of each row; default: 48 of our own",
+    )
     parser.add_argument("--fix", type=options.path, metavar="OUT", help="write the drafter as it fits best, in z-lab's layout")
     parser.add_argument("--json", action="store_true", help="for machines")
     options.add_target(parser, "default: float32")
@@ -33,11 +42,12 @@ def run(args: argparse.Namespace) -> int:
     dialect = recognise(args.drafter)
     if args.fix and args.fix.exists():
         raise UsageError(f"{args.fix} exists; name another place for the mended drafter")
+    if dialect.refused or dialect.family not in ("DFlash", "DFlash 2"):
+        raise UsageError(f"{args.drafter}: {dialect.refused or f'the doctor reads DFlash drafters, not {dialect.family}'}")
     conversations = [turns[0] for turns in read_prompts(args.probe or OWN_PROMPTS)]
     target = options.load_target(args, "float32")
     network = read(args.drafter, dialect, target)
-    if not isinstance(network, DFlash):
-        raise UsageError(f"{args.drafter} is an {dialect.family} drafter; the doctor reads DFlash drafters")
+    assert isinstance(network, DFlash)
     found = None
     with Progress("Reading it another way", 16, unit="readings") as progress:
         for scored, found in diagnose(network, target, conversations, args.drafter):
@@ -63,11 +73,13 @@ def fix(found: "Diagnosis", network: "object", args: argparse.Namespace) -> None
 
 
 def report(found: "Diagnosis") -> None:
+    from blockdraft.doctor import FEW
+
     words = {"healthy": "HEALTHY: no other reading of it fits better", "fault": "FAULT", "undecided": "UNDECIDED"}
     print(words[found.verdict])
     for number, fault in enumerate(found.faults):
         print(f"{'  also: ' if number else '  '}{fault}")
-    if found.verdict == "undecided":
+    if found.verdict == "undecided" and found.conversations >= FEW:
         print("  it is hardly ever right, and no other reading makes it better: trained too little, or for another target")
     if found.acceptance_length is not None:
         print(

@@ -5,6 +5,7 @@ AutoModel.from_pretrained(folder), speculation_type="dflash")`` as it is. All it
 token more.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ def is_assistant(raw: dict[str, Any]) -> bool:
     return raw.get("model_type") == MODEL_TYPE
 
 
+def unknown_keys(raw: dict[str, Any]) -> list[str]:
+    """Keys of a config that mean nothing here."""
+    usual = "architectures block_size bos_token_id dtype eos_token_id layer_types mask_token_id model_type pad_token_id"
+    more = "sliding_window target_layer_ids tie_word_embeddings transformers_version use_cache initializer_range vocab_size"
+    return sorted(raw.keys() - {*SHARED, *usual.split(), *more.split()})
+
+
 def read(folder: Path, target: Target) -> DFlash:
     """A DFlash network in the file's dtype, on the CPU.
 
@@ -42,8 +50,10 @@ def read(folder: Path, target: Target) -> DFlash:
     try:
         backbone = Qwen3Config(**{key: raw[key] for key in SHARED}, vocab_size=target.embedding.num_embeddings)
         layers = backbone.num_hidden_layers
-        kinds = raw.get("layer_types") or ["sliding_attention"] * layers
-        wide = int(raw.get("sliding_window") or 0) + 1
+        kinds = raw.get("layer_types") or ["sliding_attention"] * layers  # defaults of transformers' class
+        if len(kinds) != layers:
+            raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
+        wide = int(raw.get("sliding_window") or 2048) + 1
         config = DFlashConfig(
             backbone=backbone,
             block_size=int(raw["block_size"]),
@@ -52,6 +62,7 @@ def read(folder: Path, target: Target) -> DFlash:
             target_layers=len(target.layers),
             causal=(False,) * layers,
             windows=tuple(wide if kind == "sliding_attention" else None for kind in kinds),
+            embedding_scale=_module_scale(target),
         )
         network = DFlash(config)
     except Exception as error:
@@ -80,11 +91,11 @@ def write(network: DFlash, folder: Path, target: Target, dtype: torch.dtype = to
         ("biases", any(name.endswith(".bias") for name in network.state_dict())),
         (
             f"an embedding scale of {config.embedding_scale:g} for a target that scales by {scale:g}",
-            config.embedding_scale != scale,
+            not math.isclose(config.embedding_scale, scale, rel_tol=1e-5),
         ),
     ):
         if holds:
-            raise UsageError(f"transformers' assistant class has no {fault}; this drafter has")
+            raise UsageError(f"transformers' assistant class cannot say this of a drafter: {fault}")
     raw = {key: getattr(c, key) for key in SHARED} | {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
@@ -106,7 +117,8 @@ def _module_scale(target: Target) -> float:
     module = target.model.get_input_embeddings()
     with torch.inference_mode():
         ids = torch.arange(8, device=target.device)
-        return round(float(module(ids).float().norm() / target.embedding.weight[ids].float().norm()), 3)
+        scale = float(module(ids).double().norm() / target.embedding.weight[ids].double().norm())
+        return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale
 
 
 def _theirs(name: str) -> str:

@@ -44,10 +44,13 @@ class Dialect:
         }
         if self.family == "DFlash 2":
             reasons["transformers"] = "transformers' assistant class has no convolutions and no selector"
+        lacking = [name for name in ("layers", "width") if self.facts.get(name) is None]
+        if lacking:
+            return dict.fromkeys(LAYOUTS, f"its config says nothing of its {' and '.join(lacking)}")
         own = self.facts.get("words")
         if own and own != self.facts.get("vocabulary"):
-            reduced = f"its vocabulary is reduced to {own} words, and readers of that layout borrow the target's whole head"
-            reasons |= {"zlab": reduced, "gguf": reduced, "transformers": reduced}
+            reduced = f"its vocabulary is reduced to {own} words with a head of their own, which is used as it is and not converted"
+            reasons = dict.fromkeys(LAYOUTS, reduced)
         return reasons
 
 
@@ -55,8 +58,18 @@ def recognise(path: Path) -> Dialect:
     """Look at a drafter folder or GGUF file; reads no weights.
 
     Raises:
-        UsageError: neither, or damaged.
+        UsageError: neither, or damaged, or values of a wrong kind.
     """
+    try:
+        return _recognise(path)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{path} holds values of a wrong kind, and describes no drafter ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _recognise(path: Path) -> Dialect:
     if path.is_file() and path.suffix == ".gguf":
         return _gguf(path)
     if not path.is_dir():
@@ -95,7 +108,7 @@ def recognise(path: Path) -> Dialect:
 def _speculators(raw: dict[str, Any]) -> Dialect:
     kind = str(raw["speculators_model_type"])
     family = {"dflash": "DFlash", "eagle3": "EAGLE-3", "dflash2": "DFlash 2"}.get(kind, kind)
-    layer = {**raw.get("transformer_layer_config", {}), **{k: v for k, v in raw.items() if k != "transformer_layer_config"}}
+    layer = {**speculators.layer_facts(raw), **{k: v for k, v in raw.items() if k != "transformer_layer_config"}}
     refused = None if kind in speculators.KEYS else f"speculators' {kind} drafters are not supported so far"
     if raw.get("sample_from_anchor"):
         refused = "its slots predict the token behind their own position (sample_from_anchor), which no DFlash drafter here does"

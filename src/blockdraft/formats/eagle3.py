@@ -15,6 +15,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+OURS = set("architectures model_type torch_dtype dtype eagle_config auto_map draft_vocab_size transformers_version".split())
 
 
 def is_eagle3(raw: dict[str, Any]) -> bool:
@@ -48,6 +49,11 @@ def read(folder: Path, target_layers: int) -> Eagle3:
     return network
 
 
+def unknown_keys(raw: dict[str, Any]) -> list[str]:
+    """Keys of a config that mean nothing here."""
+    return sorted(raw.keys() - LlamaConfig().to_dict().keys() - OURS - {"rope_theta", "rope_scaling"})
+
+
 def write(network: Eagle3, folder: Path, target_layers: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write ``config.json`` and ``model.safetensors`` into an existing folder."""
     config = network.config
@@ -74,6 +80,6 @@ def _meaning(folder: Path, raw: dict[str, Any], target_layers: int) -> Eagle3Con
         raise UsageError(f"{folder} has {raw['num_hidden_layers']} layers; an EAGLE-3 drafter has one")
     inputs = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     taps = tuple(int(i) - 1 for i in inputs) if inputs else default_taps(target_layers)
-    ours = {"architectures", "model_type", "torch_dtype", "dtype", "eagle_config", "auto_map", "draft_vocab_size"}
-    kept = {key: value for key, value in raw.items() if key not in ours}
+    known = LlamaConfig().to_dict().keys() | {"rope_theta", "rope_scaling"}
+    kept = {key: value for key, value in raw.items() if key in known - OURS}
     return Eagle3Config(LlamaConfig(**kept), int(raw["draft_vocab_size"]), int(raw["vocab_size"]), taps)

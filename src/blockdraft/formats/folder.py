@@ -25,7 +25,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"{folder} is not a drafter folder: it has no config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path} does not hold a JSON object")
@@ -66,8 +66,9 @@ def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
             raise UsageError(f"{folder}: {name} is stored as {tensor.dtype}; ids are whole numbers, and weights are not")
     weights = [tensors[name] for name in expected if expected[name].is_floating_point()]
     dtypes = {tensor.dtype for tensor in weights}
-    if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
-        raise UsageError(f"{folder}: tensors of several or non-float dtypes ({', '.join(sorted(map(str, dtypes)))})")
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UsageError(f"{folder}: tensors of {told}; a drafter has one dtype, float32, bfloat16 or float16")
     if not all(bool(tensor.isfinite().all()) for tensor in weights):
         raise UsageError(f"{folder / 'model.safetensors'} holds numbers that are not finite: the drafter is damaged")
     network.to(next(iter(dtypes)))
@@ -78,8 +79,12 @@ def refuse_another(what: str, found: Tensor | None, ours: Tensor, folder: Path, 
     """Raise UsageError if a folder brings an embedding or head that is not that of the target ``name``; padded rows may differ."""
     if found is None:
         return
-    rows = min(len(found), len(ours))
-    same = found.shape[1:] == ours.shape[1:] and torch.equal(found[:rows].to(ours.device, torch.bfloat16), ours[:rows].bfloat16())
+    rows = min(len(found), len(ours)) if found.dim() == 2 else 0
+    same = (
+        rows > 0
+        and found.shape[1:] == ours.shape[1:]
+        and torch.equal(found[:rows].to(ours.device, torch.bfloat16), ours[:rows].bfloat16())
+    )
     if not same:
         raise UsageError(f"{folder} brings its own {what}, and it is not that of {name}: only borrowed ones are supported")
 

@@ -19,6 +19,7 @@ from transformers import Qwen3Config
 from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
+from blockdraft.formats import zlab
 from blockdraft.formats.tokenizer import tokenizer_fields
 from blockdraft.store import write_whole
 from blockdraft.target import Target
@@ -51,6 +52,14 @@ TOP2 = {
     "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
 }
 SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+KNOWN = set(
+    "block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv "
+    "attention.key_length attention.value_length attention.layer_norm_rms_epsilon attention.causal attention.sliding_window "
+    "attention.sliding_window_pattern rope.freq_base rope.dimension_count block_size embedding_scale logit_scale "
+    "final_logit_softcapping target_layers target_layer_ids mask_token_id target_hidden_size n_target_features vocab_size".split()
+) | set(SECOND)
+# What would change its drafts, and is not read.
+UNREAD = {"rope.scaling.type": "none", "attention.value_scale": 1.0, "sample_from_anchor": False, "has_confidence_head": False}
 EARLIER = {
     "dflash_fc": "fc",
     "dflash.fc": "fc",
@@ -103,6 +112,13 @@ def read_header(file: Path) -> Header:
     return Header(str(fields.get("general.architecture")), fields, tensors)
 
 
+def unknown_keys(fields: dict[str, Any]) -> list[str]:
+    """Keys of a drafter's file that mean nothing here."""
+    arch = str(fields.get("general.architecture"))
+    ours = {key: key.removeprefix(f"{arch}.").removeprefix("dflash.") for key in fields if key.startswith((f"{arch}.", "dflash."))}
+    return sorted(key for key, bare in ours.items() if bare not in KNOWN)
+
+
 def is_drafter(header: Header) -> bool:
     """Whether a file holds a DFlash drafter."""
     return header.architecture in ARCHITECTURES
@@ -128,10 +144,13 @@ def read(file: Path, target: Target) -> DFlash:
         raise UsageError(f"{file} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if header.quantised:
         warnings.warn(f"{file} is quantised ({', '.join(header.quantised)}): its weights are read as float32, with what was lost")
-    tensors = {_ours(t.name): _tensor(t) for t in _open(file).tensors if t.name not in ("token_embd.weight", "output.weight")}
+    tensors = {_ours(t.name): _tensor(t) for t in _open(file).tensors}
+    files.refuse_another("embedding", tensors.pop("token_embd.weight", None), target.embedding.weight, file, target.name)
+    files.refuse_another("head", tensors.pop("output.weight", None), target.head.get_parameter("weight"), file, target.name)
     matrices = {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1}
-    if len(matrices) == 1:  # norms are float32 in every file
-        tensors = {name: tensor.to(next(iter(matrices))) for name, tensor in tensors.items()}
+    one = torch.float32 if header.quantised else next(iter(matrices)) if len(matrices) == 1 else None
+    if one is not None:  # norms are float32 in every file
+        tensors = {name: tensor.to(one) for name, tensor in tensors.items()}
     files.fill(network, tensors, file)
     return network
 
@@ -155,6 +174,8 @@ def write(network: DFlash, file: Path, target: Target, dtype: torch.dtype = torc
     rope = dict(c.rope_parameters or {})
     if rope.get("rope_type", "default") != "default":
         raise UsageError(f"rotary embeddings of kind {rope['rope_type']} are not written to GGUF here")
+    if dtype not in PLAIN:
+        raise UsageError(f"weights of {str(dtype).removeprefix('torch.')} are not written to GGUF; float32 and 16 bits are")
     if any(name.endswith(".bias") for name in network.state_dict()):
         raise UsageError("llama.cpp reads no biases of a DFlash drafter; this one has some")
     fields = tokenizer_fields(target)
@@ -223,11 +244,20 @@ def _meaning(header: Header, file: Path, target: Target) -> DFlashConfig:
             raise UsageError(f"{file} has no {arch}.{keys[0]}: not a whole DFlash drafter")
         return default
 
+    for key, harmless in UNREAD.items():
+        found = value(key, default=harmless)
+        if found != harmless:
+            raise UsageError(f"{file} says {arch}.{key} = {found!r}, which is not supported here")
     heads, layers = int(value("attention.head_count")), int(value("block_count"))
     width = int(value("embedding_length"))
     size = int(value("attention.key_length", default=width // heads))
     window = int(value("attention.sliding_window", default=0)) or None
     pattern = [bool(slides) for slides in value("attention.sliding_window_pattern", default=[window is not None] * layers)]
+    if len(pattern) != layers:
+        raise UsageError(f"{file}: the window's pattern names {len(pattern)} layers, block_count is {layers}")
+    slots = int(value("block_size", default=16))
+    if not 1 <= slots <= zlab.MOST_SLOTS:
+        raise UsageError(f"{file} says block_size = {slots}; it must be from 1 to {zlab.MOST_SLOTS}")
     taps = [int(i) for i in value("target_layers", "target_layer_ids")]
     mask = fields.get("tokenizer.ggml.mask_token_id")
     mask = value("mask_token_id") if mask is None else mask
@@ -247,13 +277,13 @@ def _meaning(header: Header, file: Path, target: Target) -> DFlashConfig:
     )
     return DFlashConfig(
         backbone=backbone,
-        block_size=int(value("block_size", default=16)),
+        block_size=slots,
         mask_token_id=int(mask),
         taps=tuple(i - 1 for i in taps) if header.merged else tuple(taps),
         target_layers=len(target.layers),
         causal=(bool(value("attention.causal", default=False)),) * layers,
         windows=tuple(window if slides else None for slides in pattern),
-        embedding_scale=float(value("embedding_scale", default=1.0)),
+        embedding_scale=_decimal(value("embedding_scale", default=1.0)),
         output_multiplier=_decimal(value("logit_scale", default=1.0)),
         softcap=_decimal(value("final_logit_softcapping", default=0.0)) or None,
         convolution=(sizes[0], sizes[1]) if sizes else None,

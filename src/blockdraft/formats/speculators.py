@@ -39,6 +39,7 @@ KEYS = {
     ),
 }
 
+ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -64,7 +65,25 @@ def is_speculators(raw: dict[str, Any]) -> bool:
 
 def unknown_keys(raw: dict[str, Any]) -> list[str]:
     """Keys of a config that mean nothing here."""
-    return sorted(raw.keys() - COMMON - KEYS.get(str(raw.get("speculators_model_type")), set()))
+    kind = str(raw.get("speculators_model_type"))
+    inner = set(_inner(raw)) - _defaults(kind).keys() - ROPE - {"architectures", "dtype", "torch_dtype", "transformers_version"}
+    return sorted((raw.keys() - COMMON - KEYS.get(kind, set())) | {f"transformer_layer_config.{key}" for key in inner})
+
+
+def layer_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """``transformer_layer_config`` with what its class fills in."""
+    return {**_defaults(str(raw.get("speculators_model_type"))), **_inner(raw)}
+
+
+def _defaults(kind: str) -> dict[str, Any]:
+    return (LlamaConfig() if kind == "eagle3" else Qwen3Config()).to_dict()
+
+
+def _inner(raw: dict[str, Any]) -> dict[str, Any]:
+    layer = raw.get("transformer_layer_config") or {}
+    if not isinstance(layer, dict):
+        raise UsageError(f"transformer_layer_config is {layer!r}, not an object of keys")
+    return layer
 
 
 def read(folder: Path, target: Target) -> Read:
@@ -76,7 +95,7 @@ def read(folder: Path, target: Target) -> Read:
     """
     raw = files.read_config(folder)
     kind = raw.get("speculators_model_type")
-    if kind not in KEYS:
+    if not isinstance(kind, str) or kind not in KEYS:
         raise UsageError(f"{folder} holds a speculators {kind!r} drafter; {', '.join(KEYS)} are supported")
     try:
         network = Eagle3(_eagle3(folder, raw, target)) if kind == "eagle3" else DFlash(_dflash(folder, raw, target))
@@ -93,14 +112,19 @@ def read(folder: Path, target: Target) -> Read:
         return Read(network)
     head, d2t, t2d = (tensors.pop(name, None) for name in ("lm_head.weight", "d2t", "t2d"))
     files.fill(network, tensors, folder)
-    if raw["draft_vocab_size"] == network.config.backbone.vocab_size:
+    if raw.get("draft_vocab_size", 32000) == network.config.backbone.vocab_size:
         files.refuse_another("head", head, target.head.get_parameter("weight"), folder, target.name)
         return Read(network)
+    count, width = raw.get("draft_vocab_size", 32000), network.config.backbone.hidden_size
     if head is None or d2t is None:
-        raise UsageError(f"{folder} has a vocabulary of {raw['draft_vocab_size']} words, but no lm_head.weight and d2t of them")
-    words = d2t + torch.arange(len(d2t))
+        raise UsageError(f"{folder} has a vocabulary of {count} words, but no lm_head.weight and d2t of them")
+    if tuple(head.shape) != (count, width) or not head.is_floating_point() or not bool(head.isfinite().all()):
+        raise UsageError(f"{folder}: lm_head.weight is not {count} x {width} finite numbers, as its config promises")
+    if tuple(d2t.shape) != (count,) or d2t.is_floating_point():
+        raise UsageError(f"{folder}: d2t is not {count} whole numbers, as its config promises")
+    words = d2t + torch.arange(count)
     whole = network.config.backbone.vocab_size
-    if len(words) != len(head) or int(words.min()) < 0 or int(words.max()) >= whole or len(words.unique()) < len(words):
+    if int(words.min()) < 0 or int(words.max()) >= whole or len(words.unique()) < len(words):
         raise UsageError(f"{folder}: d2t does not map {len(head)} words to different ids from 0 to {whole - 1}")
     if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], words.sort().values):
         raise UsageError(f"{folder}: t2d and d2t disagree about which of the target's words the drafter has")
@@ -193,19 +217,22 @@ def _eagle3(folder: Path, raw: dict[str, Any], target: Target) -> Eagle3Config:
     if backbone.num_hidden_layers != 1:
         raise UsageError(f"{folder} has {backbone.num_hidden_layers} layers; an EAGLE-3 drafter has one")
     taps = _taps(raw.get("eagle_aux_hidden_state_layer_ids"), target)
-    return Eagle3Config(backbone, int(raw["draft_vocab_size"]), int(backbone.vocab_size), taps)
+    return Eagle3Config(backbone, int(raw.get("draft_vocab_size", 32000)), int(backbone.vocab_size), taps)
 
 
 def _layer_config(folder: Path, raw: dict[str, Any], kind: str) -> dict[str, Any]:
-    layer = dict(raw.get("transformer_layer_config") or {})
+    layer = dict(_inner(raw))
     found = layer.pop("model_type", "qwen3")
     if found != kind:
         raise UsageError(f"{folder}: layers of a {found}; this kind of drafter has layers of a {kind} here")
-    return layer
+    if layer.get("is_causal") is not None:
+        raise UsageError(f"{folder}: transformer_layer_config says is_causal, which readers take differently; take it out")
+    known = _defaults("eagle3" if kind == "llama" else "dflash").keys() | ROPE
+    return {key: value for key, value in layer.items() if key in known}
 
 
 def _refuse_width(folder: Path, raw: dict[str, Any]) -> None:
-    wide, own = raw.get("target_hidden_size"), (raw.get("transformer_layer_config") or {}).get("hidden_size")
+    wide, own = raw.get("target_hidden_size"), layer_facts(raw)["hidden_size"]
     if wide is not None and wide != own:
         raise UsageError(f"{folder}: a drafter of width {own} for a target of width {wide}; both must be equal here")
 

@@ -11,6 +11,7 @@ from transformers import Qwen3Config
 from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
+from blockdraft.formats import zlab
 from blockdraft.target import Target
 
 NAMES = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
@@ -23,6 +24,11 @@ ELSEWHERE = set(
 def is_torchspec(raw: dict[str, Any]) -> bool:
     """Whether a config is TorchSpec's."""
     return raw.get("model_type") == "dflash" and "dflash_config" not in raw
+
+
+def unknown_keys(raw: dict[str, Any]) -> list[str]:
+    """Keys of a config that mean nothing here."""
+    return sorted(raw.keys() - zlab.LAYERS.keys() - ELSEWHERE - {"is_causal", "rope_theta"})
 
 
 def read(folder: Path, target: Target) -> DFlash:
@@ -41,8 +47,8 @@ def read(folder: Path, target: Target) -> DFlash:
     if missing:
         raise UsageError(f"{folder / 'config.json'} has no {', '.join(missing)}: not a whole TorchSpec drafter")
     try:
-        backbone = Qwen3Config(**{key: value for key, value in raw.items() if key not in ELSEWHERE})
-        layers = backbone.num_hidden_layers
+        backbone = Qwen3Config(**{key: value for key, value in raw.items() if key in zlab.LAYERS.keys() - ELSEWHERE})
+        causal, windows = zlab.visibility_per_layer(raw, backbone)
         network = DFlash(
             DFlashConfig(
                 backbone=backbone,
@@ -50,10 +56,12 @@ def read(folder: Path, target: Target) -> DFlash:
                 mask_token_id=int(raw["mask_token_id"]),
                 taps=tuple(int(i) for i in raw["target_layer_ids"]),
                 target_layers=int(raw["target_num_hidden_layers"]),
-                causal=(False,) * layers,
-                windows=(None,) * layers,
+                causal=causal,
+                windows=windows,
             )
         )
+    except UsageError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {reason}") from error

@@ -29,6 +29,7 @@ TOP = set(
     "sliding_window torch_dtype transformers_version use_sliding_window".split()
 )
 LAYERS = Qwen3Config().to_dict()
+MOST_SLOTS = 4096  # of a block
 
 
 def read(folder: Path) -> DFlash:
@@ -41,7 +42,8 @@ def read(folder: Path) -> DFlash:
     try:
         network = DFlash(config)
     except Exception as error:  # sizes, activations and rope kinds that no layer can be built from
-        raise UsageError(f"{folder / 'config.json'} cannot be built: {type(error).__name__}: {error}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{folder / 'config.json'} cannot be built: {type(error).__name__}: {reason}") from error
     files.fill(network, files.read_tensors(folder), folder)
     return network
 
@@ -50,14 +52,20 @@ def write(network: DFlash, folder: Path, dtype: torch.dtype = torch.bfloat16) ->
     """Write ``config.json`` and ``model.safetensors`` into an existing folder, in both schemas at once.
 
     Raises:
-        UsageError: a meaning that the layout cannot hold (layers of unlike causality or window).
+        UsageError: a meaning that the layout cannot hold: windows of several sizes, or a causality that is neither one for all
+            layers nor that of the sliding ones.
     """
     config = network.config
-    if len(set(config.causal)) > 1 or len(set(config.windows)) > 1:
-        raise UsageError("z-lab's layout is written for drafters whose layers all have one causality and one window")
-    window = config.windows[0]
+    sizes = {window for window in config.windows if window is not None}
+    by_window = config.causal == tuple(window is not None for window in config.windows)
+    if len(sizes) > 1 or (len(set(config.causal)) > 1 and not by_window):
+        raise UsageError(
+            "z-lab's layout has one window size, and one causality for all layers or for the sliding ones; this drafter has others"
+        )
+    window = next(iter(sizes), None)
     name = str(dtype).removeprefix("torch.")
-    theta = dict(config.backbone.rope_parameters or {})["rope_theta"]
+    rope = dict(config.backbone.rope_parameters or {})
+    theta = rope.pop("rope_theta")
     nested: dict[str, Any] = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
     nested["target_layer_ids"] = list(config.taps)
     nested["input_embedding_scale"], nested["output_multiplier"] = config.embedding_scale, config.output_multiplier
@@ -72,14 +80,15 @@ def write(network: DFlash, folder: Path, dtype: torch.dtype = torch.bfloat16) ->
         "dflash_config": nested,
         "num_target_layers": config.target_layers,
         "rope_theta": theta,
-        "rope_scaling": None,
-        "layer_types": [("full_attention" if window is None else "sliding_attention")] * len(config.windows),
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "layer_types": ["full_attention" if own is None else "sliding_attention" for own in config.windows],
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "is_causal": config.causal[0],
         "tie_word_embeddings": False,
         "dtype": name,
     }
+    if len(set(config.causal)) == 1:  # never for a mixed file: it would rule all layers
+        raw["is_causal"] = config.causal[0]
     files.write(raw, network, folder, dtype)
 
 
@@ -121,7 +130,7 @@ def _meaning(folder: Path, raw: dict[str, Any]) -> DFlashConfig:
         second = [(sizes[0], sizes[1]), (sizes[2], sizes[3])]
     return DFlashConfig(
         backbone=backbone,
-        block_size=_whole_number("block_size", value("block_size", 16), 1),
+        block_size=_whole_number("block_size", value("block_size", 16), 1, MOST_SLOTS),
         mask_token_id=_whole_number("mask_token_id", value("mask_token_id")),
         taps=tuple(_whole_number("target_layer_ids", i) for i in taps),
         target_layers=_whole_number("num_target_layers", raw["num_target_layers"], 1),
@@ -135,9 +144,17 @@ def _meaning(folder: Path, raw: dict[str, Any]) -> DFlashConfig:
     )
 
 
-def _whole_number(key: str, value: Any, least: int | None = None) -> int:
+def _whole_number(key: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
         raise ValueError(f"{key} is {value!r}, not a whole number" + (f" of at least {least}" if least is not None else ""))
+    if most is not None and value > most:
+        raise ValueError(f"{key} is {value}; more than {most} cannot be meant")
+    return value
+
+
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, neither true nor false")
     return value
 
 
@@ -175,21 +192,22 @@ def visibility_per_layer(raw: dict[str, Any], backbone: Qwen3Config) -> tuple[tu
             "sliding_window to the window it was trained with, or layer_types to full_attention"
         )
     windows = [backbone.sliding_window if slides else None for slides in sliding]
-    if nested.get("use_swa"):
+    if _flag("use_swa", nested.get("use_swa") or False):
         windows = [nested["swa_window_size"]] * layers
     for window in windows:
         if window is not None:
             _whole_number("the window", window, 1)
     flag = raw.get("is_causal")
     flag = nested.get("causal") if flag is None else flag
-    causal = sliding if flag is None else [bool(flag)] * layers
+    causal = sliding if flag is None else [_flag("is_causal", flag)] * layers
     return tuple(causal), tuple(windows)
 
 
 def _backbone(raw: dict[str, Any]) -> Qwen3Config:
     ours = {"architectures", "auto_map", "dflash_config", "model_type", "torch_dtype", "transformers_version", "is_causal"}
+    known = (LAYERS.keys() | {"rope_theta", "rope_scaling", "partial_rotary_factor"}) - ours
     try:
-        config = Qwen3Config(**{key: value for key, value in raw.items() if key not in ours})
+        config = Qwen3Config(**{key: value for key, value in raw.items() if key in known})
     except Exception as error:  # transformers' own checks raise many kinds
         raise ValueError(" ".join(str(error).split())) from error
     rope: dict[str, Any] = dict(config.rope_parameters or {})
