@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	@$(BIN)/blockdraft demo
 
+# Two processes of one thread each: small tests use no second thread well.
 test: $(READY) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The real target on 60 prompts of 128 tokens, all dtypes: about 15 minutes on two cores.
 test-reality: $(READY)

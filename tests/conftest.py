@@ -1,8 +1,11 @@
-"""Shared fixtures; tests run on two threads and without any network."""
+"""Shared fixtures; tests run without any network, alone on two threads, or in several processes on one thread each."""
 
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
+if THREADS == 1:
+    os.environ["OMP_NUM_THREADS"] = "1"  # two processes of two threads would wait for each other most of the time
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from tests.training import train_tiny
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session")

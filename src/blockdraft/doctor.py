@@ -153,7 +153,8 @@ def diagnose(
     else:
         found.faults += [score.fault for score in found.scores if score.better(found.acceptance_length)]
     found.modes = {name: _mean(probe.accepted(base, rows)) for name, rows in modes.items()}
-    _judge_modes(found)
+    if len(texts) >= FEW:
+        _judge_modes(found)
     if best is not None and not best[1].shifted and not best[1].normed:
         found.mended = best[1].config
     if found.faults:

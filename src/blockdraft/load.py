@@ -200,11 +200,12 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
         raise UsageError("the drafter's name is empty; give a drafter folder")
     folder = shipped_drafter(target) if path is None else Path(path).expanduser()
     name = f"{target.name}-dflash" if path is None else str(path)
-    if folder.is_file() and folder.suffix == ".gguf" and gguf.is_drafter(gguf.read_header(folder)):
-        return at_work(gguf.read(folder, target), name, target)
-    if not folder.is_dir() and not folder.suffix == ".gguf":
+    if folder.is_file() and folder.suffix == ".gguf":
+        drafter = gguf.is_drafter(gguf.read_header(folder))
+        return at_work(gguf.read(folder, target), name, target) if drafter else _smaller_model(folder, name, target)
+    if not folder.is_dir():
         raise UsageError(f"there is no drafter folder {folder}")
-    raw = read_config(folder) if folder.is_dir() else {"architectures": ["ForCausalLM"]}
+    raw = read_config(folder)
     if speculators.is_speculators(raw):
         found = speculators.read(folder, target)
         return at_work(found.network, name, target, _own_words(found, target) or _shortlist(folder, target, shortlist))
@@ -215,10 +216,14 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
     if torchspec.is_torchspec(raw):
         return at_work(torchspec.read(folder, target), name, target)
     if "dflash_config" not in raw and any(str(kind).endswith("ForCausalLM") for kind in raw.get("architectures") or []):
-        model = load_target(folder, target.dtype, str(target.device))
-        refuse_other_tokenizer(model, target)
-        return ModelDrafter(model, target.vocab_size, name)
+        return _smaller_model(folder, name, target)
     return at_work(zlab.read(folder), name, target, _shortlist(folder, target, shortlist))
+
+
+def _smaller_model(place: Path, name: str, target: Target) -> ModelDrafter:
+    model = load_target(place, target.dtype, str(target.device))
+    refuse_other_tokenizer(model, target)
+    return ModelDrafter(model, target.vocab_size, name)
 
 
 def _shortlist(folder: Path, target: Target, wanted: bool) -> Shortlist | None:

@@ -18,7 +18,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The keys of ``config.json``.
 
     Raises:
-        UsageError: missing, or no JSON object.
+        UsageError: missing, no JSON object, or one whose parts are of a wrong kind.
     """
     path = folder / "config.json"
     try:
@@ -29,6 +29,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path} does not hold a JSON object")
+    for key, kind, told in (("architectures", list, "a list"), ("dflash_config", dict, "an object")):
+        if raw.get(key) is not None and not isinstance(raw[key], kind):
+            raise UsageError(f"{path}: {key} is {str(raw[key])[:60]!r}, not {told}")
     return raw
 
 
