@@ -3,9 +3,8 @@
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
-if THREADS == 1:
-    os.environ["OMP_NUM_THREADS"] = "1"  # two processes of two threads would wait for each other most of the time
+# Two processes of two threads would wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tests.training import train_tiny
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(min(int(os.environ["OMP_NUM_THREADS"]), os.cpu_count() or 1))
 
 
 @pytest.fixture(scope="session")
