@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Two processes of two threads would wait for each other most of the time.
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+os.environ.update({"OMP_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {})
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.training import train_tiny
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    torch.set_num_threads(min(int(os.environ["OMP_NUM_THREADS"]), os.cpu_count() or 1))
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
 @pytest.fixture(scope="session")
