@@ -310,9 +310,8 @@ def test_features_that_wait_follow_their_rows(llama):
 SECOND = VARIANTS["dflash 2"]
 
 
-def test_a_dflash_2_is_lossless_and_a_chain(llama, reference):
-    """Greedy, seeded sampling and ragged rows; it has no tree, and says so."""
-    drafter = random_drafter(llama, **SECOND)
+def lossless_chain(llama, reference, drafter):
+    """Greedy and seeded output of ragged rows is the target's own, and the drafter stays a chain."""
     prompts = [tiny.prompt(length, length) for length in (9, 3, 14)]
     for request in run(llama, drafter, prompts, 2):
         assert request.output == tiny.greedy(reference, request.prompt, COUNT)
@@ -320,6 +319,12 @@ def test_a_dflash_2_is_lossless_and_a_chain(llama, reference):
     for drafted, plain in zip(run(llama, drafter, prompts, 2, **how), run(llama, None, prompts, **how), strict=True):
         assert drafted.output == plain.output
     assert with_tree(llama, drafter, "auto") is drafter
+
+
+def test_a_dflash_2_is_lossless_and_a_chain(llama, reference):
+    """Greedy, seeded sampling and ragged rows; it has no tree, and says so."""
+    drafter = random_drafter(llama, **SECOND)
+    lossless_chain(llama, reference, drafter)
     with pytest.raises(UsageError, match="it has no tree"):
         with_tree(llama, drafter, 16)
 
@@ -345,14 +350,8 @@ def test_denoising_keeps_the_most_certain_slots(llama):
 
 def test_several_denoising_steps_are_lossless_and_a_chain(llama, reference):
     drafter = random_drafter(llama).with_denoising(3)
-    prompts = [tiny.prompt(length, length) for length in (9, 3, 14)]
-    for request in run(llama, drafter, prompts, 2):
-        assert request.output == tiny.greedy(reference, request.prompt, COUNT)
-    how = {"temperature": 0.9, "seed": 3}
-    for drafted, plain in zip(run(llama, drafter, prompts, 2, **how), run(llama, None, prompts, **how), strict=True):
-        assert drafted.output == plain.output
+    lossless_chain(llama, reference, drafter)
     assert drafter.method == "dflash:3"
-    assert with_tree(llama, drafter, "auto") is drafter
     for arguments, sentence in (
         ((16,), "several denoising steps chooses each word knowing others"),
         (("auto", None, "rejection"), "which the rejection rule does not allow"),
