@@ -6,6 +6,7 @@ token more.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from blockdraft.target import Target
 
 ARCHITECTURE, MODEL_TYPE = "MuseGlimmerAssistantModel", "muse_glimmer_assistant"
 NAMES = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+OURS = {theirs: ours for ours, theirs in NAMES.items()}
 SHARED = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_parameters "
     "max_position_embeddings attention_dropout hidden_act"
@@ -47,7 +49,7 @@ def read(folder: Path, target: Target) -> DFlash:
     missing = [key for key in (*SHARED, "block_size", "mask_token_id", "target_layer_ids") if raw.get(key) is None]
     if missing:
         raise UsageError(f"{folder / 'config.json'} has no {', '.join(missing)}: not a whole {ARCHITECTURE}")
-    try:
+    with files.building(folder / "config.json"):
         backbone = Qwen3Config(**{key: raw[key] for key in SHARED}, vocab_size=target.embedding.num_embeddings)
         layers = backbone.num_hidden_layers
         kinds = raw.get("layer_types") or ["sliding_attention"] * layers  # defaults of transformers' class
@@ -65,10 +67,7 @@ def read(folder: Path, target: Target) -> DFlash:
             embedding_scale=_module_scale(target),
         )
         network = DFlash(config)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {reason}") from error
-    files.fill(network, {_ours(name): tensor for name, tensor in files.read_tensors(folder).items()}, folder)
+    files.fill(network, {files.renamed(name, OURS): tensor for name, tensor in files.read_tensors(folder).items()}, folder)
     return network
 
 
@@ -109,7 +108,7 @@ def write(network: DFlash, folder: Path, target: Target, dtype: torch.dtype = to
         "pad_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    files.write(raw, network, folder, dtype, _theirs)
+    files.write(raw, network, folder, dtype, partial(files.renamed, prefixes=NAMES))
 
 
 def _module_scale(target: Target) -> float:
@@ -119,11 +118,3 @@ def _module_scale(target: Target) -> float:
         ids = torch.arange(8, device=target.device)
         scale = float(module(ids).double().norm() / target.embedding.weight[ids].double().norm())
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale
-
-
-def _theirs(name: str) -> str:
-    return next((theirs + name.removeprefix(ours) for ours, theirs in NAMES.items() if name.startswith(ours)), name)
-
-
-def _ours(name: str) -> str:
-    return next((ours + name.removeprefix(theirs) for ours, theirs in NAMES.items() if name.startswith(theirs)), name)

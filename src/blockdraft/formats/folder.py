@@ -1,7 +1,8 @@
 """A drafter folder: ``config.json`` and ``model.safetensors``, read with the faults said that people meet."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,23 @@ def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
         raise UsageError(f"{folder / 'model.safetensors'} holds numbers that are not finite: the drafter is damaged")
     network.to(next(iter(dtypes)))
     network.load_state_dict(tensors)
+
+
+@contextmanager
+def building(place: Path) -> Iterator[None]:
+    """Around what is built from a config: sizes, activations and rope kinds that no layer can have become one UsageError."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:  # torch and transformers raise many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{place} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+def renamed(name: str, prefixes: dict[str, str]) -> str:
+    """A tensor's name with its prefix replaced, if that is one of these."""
+    return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
 
 
 def refuse_another(what: str, found: Tensor | None, ours: Tensor, folder: Path, name: str) -> None:

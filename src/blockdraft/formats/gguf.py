@@ -136,12 +136,8 @@ def read(file: Path, target: Target) -> DFlash:
     header = read_header(file)
     if not is_drafter(header):
         raise UsageError(f"{file} is a GGUF file of architecture {header.architecture!r}, not of a DFlash drafter")
-    try:
+    with files.building(file):
         network = DFlash(_meaning(header, file, target))
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{file} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if header.quantised:
         warnings.warn(f"{file} is quantised ({', '.join(header.quantised)}): its weights are read as float32, with what was lost")
     tensors = {_ours(t.name): _tensor(t) for t in _open(file).tensors}

@@ -10,6 +10,7 @@ The depth of the target stands nowhere, so reading needs the target.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +98,12 @@ def read(folder: Path, target: Target) -> Read:
     kind = raw.get("speculators_model_type")
     if not isinstance(kind, str) or kind not in KEYS:
         raise UsageError(f"{folder} holds a speculators {kind!r} drafter; {', '.join(KEYS)} are supported")
-    try:
+    with files.building(folder / "config.json"):
         network = Eagle3(_eagle3(folder, raw, target)) if kind == "eagle3" else DFlash(_dflash(folder, raw, target))
-    except UsageError:
-        raise
-    except Exception as error:  # sizes, activations and rope kinds that no layer can be built from
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {reason}") from error
     tensors = files.read_tensors(folder)
     files.refuse_another("embedding", tensors.pop("embed_tokens.weight", None), target.embedding.weight, folder, target.name)
     if isinstance(network, Eagle3):
-        files.fill(network, {_ours(name): tensor for name, tensor in tensors.items()}, folder)
+        files.fill(network, {files.renamed(name, {"layers.0.": "midlayer."}): tensor for name, tensor in tensors.items()}, folder)
         network.check(folder)
         return Read(network)
     head, d2t, t2d = (tensors.pop(name, None) for name in ("lm_head.weight", "d2t", "t2d"))
@@ -176,7 +172,7 @@ def write(network: DFlash | Eagle3, folder: Path, target: Target, dtype: torch.d
         raw["transformer_layer_config"] |= _windows(config)
         if config.convolution is not None and config.selector is not None:
             raw |= dict(zip(SECOND, (*config.convolution, *config.selector), strict=True))
-    files.write(raw, network, folder, dtype, _theirs if kind == "eagle3" else str)
+    files.write(raw, network, folder, dtype, partial(files.renamed, prefixes={"midlayer.": "layers.0."}))
 
 
 def _dflash(folder: Path, raw: dict[str, Any], target: Target) -> DFlashConfig:
@@ -263,11 +259,3 @@ def _windows(config: DFlashConfig) -> dict[str, Any]:
         "sliding_window": window,
         "layer_types": ["full_attention" if own is None else "sliding_attention" for own in config.windows],
     }
-
-
-def _ours(name: str) -> str:
-    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
-
-
-def _theirs(name: str) -> str:
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name

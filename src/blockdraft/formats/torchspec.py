@@ -46,7 +46,7 @@ def read(folder: Path, target: Target) -> DFlash:
     missing = [key for key in ("mask_token_id", "target_layer_ids", "target_num_hidden_layers") if raw.get(key) is None]
     if missing:
         raise UsageError(f"{folder / 'config.json'} has no {', '.join(missing)}: not a whole TorchSpec drafter")
-    try:
+    with files.building(folder / "config.json"):
         backbone = Qwen3Config(**{key: value for key, value in raw.items() if key in zlab.LAYERS.keys() - ELSEWHERE})
         causal, windows = zlab.visibility_per_layer(raw, backbone)
         network = DFlash(
@@ -60,16 +60,7 @@ def read(folder: Path, target: Target) -> DFlash:
                 windows=windows,
             )
         )
-    except UsageError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {reason}") from error
     tensors = files.read_tensors(folder)
     files.refuse_another("embedding", tensors.pop("embed_tokens.weight", None), target.embedding.weight, folder, target.name)
-    files.fill(network, {_ours(name): tensor for name, tensor in tensors.items()}, folder)
+    files.fill(network, {files.renamed(name, NAMES): tensor for name, tensor in tensors.items()}, folder)
     return network
-
-
-def _ours(name: str) -> str:
-    return next((ours + name.removeprefix(theirs) for theirs, ours in NAMES.items() if name.startswith(theirs)), name)
