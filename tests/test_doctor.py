@@ -143,6 +143,44 @@ def test_the_causality_of_blocks_is_told(target, monkeypatch):
     assert found.mended.causal == (True, True)
 
 
+def test_a_window_that_the_file_does_not_say_is_told(target, monkeypatch):
+    monkeypatch.setattr(doctor, "WINDOWS", (2, 8, 1000))
+    trained = learn(target, taps=(1, 2, 3), mask_token_id=5, windows=(2, 2))
+    found = examine(broken(trained, windows=(None, None)), target)
+    assert found.faults[0].startswith("a sliding window of 2 tokens fits better than the full attention")
+    assert found.mended is not None
+    assert found.mended.windows == (2, 2)
+    assert "sliding window 1000" not in {score.name for score in found.scores}, "no text is as long: it could show nothing"
+
+
+# What is trained, what the file says of its size, and which reading is right.
+DOUBTS = {
+    "trained with it": ((2, 2), 2, "; its window fits better", (2, 2)),
+    "trained without it": ((None, None), 2, "; full attention fits better", (None, None)),
+    "too large to be seen": ((None, None), 1000, "; both fit alike here", (1000, 1000)),
+    "of no size": ((None, None), None, "or layer_types to full_attention", (None, None)),
+}
+
+
+@pytest.mark.parametrize("case", DOUBTS)
+def test_a_window_that_is_switched_off_is_told_first(case, target, tmp_path, capsys):
+    """``use_sliding_window`` was not saved, and with it went the window: every runtime makes of it what it likes."""
+    trained, said, verdict, right = DOUBTS[case]
+    network = learn(target, steps=150, taps=(1, 2, 3), mask_token_id=5, windows=trained)
+    zlab.write(broken(network, windows=(2, 2)), tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["use_sliding_window"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": said}))
+    probe = tmp_path / "probe.jsonl"
+    probe.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS))
+    command = ["doctor", "--drafter", str(tmp_path), "--target", target.name, "--probe", str(probe)]
+    assert main([*command, "--fix", str(tmp_path / "mended")]) == 1
+    first = capsys.readouterr().out.splitlines()[1]
+    assert first.startswith("  the drafter's config has sliding_attention layers but no window in force")
+    assert first.endswith(verdict) or verdict in first
+    assert zlab.read(tmp_path / "mended").config.windows == right
+
+
 def test_shifted_slots_are_told_and_cannot_be_mended(target):
     found = examine(learn(target, shifted=True), target)
     assert found.faults[0].startswith("its slots predict the token behind their own position")
@@ -200,7 +238,7 @@ def test_the_interval_is_that_of_conversations():
     plain = [torch.ones(50, dtype=torch.float64) for _ in range(20)]
     everywhere = [row + 0.1 for row in plain]
     once = [row + (2.0 if i == 3 else 0.0) for i, row in enumerate(plain)]
-    reading = next(readings(dflash_config(tiny.target("llama")), tiny.target("llama")))
+    reading = next(readings(dflash_config(tiny.target("llama")), tiny.target("llama"), 0))
     sure, unsure = (_compared(reading, other, plain) for other in (everywhere, once))
     assert sure.difference == pytest.approx(0.1) and unsure.difference == pytest.approx(0.1)
     assert sure.better(1.0) and not unsure.better(1.0)

@@ -550,6 +550,9 @@ def test_a_damaged_shard_is_refused(place, tmp_path):
 
 def test_a_run_folder_of_another_recipe_or_corpus_is_refused(place, tmp_path):
     make(place, tmp_path / "run", max_steps=2).train()
+    manifest = tmp_path / "run" / "config.yaml"  # of a run from before a field existed
+    manifest.write_text("".join(line for line in manifest.read_text().splitlines(True) if not line.startswith("revealed")))
+    make(place, tmp_path / "run", max_steps=2).train()
     with pytest.raises(UsageError, match=r"holds a run with learning_rate 0.003 instead of 0.001"):
         make(place, tmp_path / "run", max_steps=2, learning_rate=1e-3).train()
     make(place, tmp_path / "run", max_steps=2, log_every=1).train()  # what is only shown may change

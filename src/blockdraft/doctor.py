@@ -34,9 +34,11 @@ TOKENS = 96  # of a continuation
 SURE = 3.3  # standard errors of many conversations: a dozen readings are tried, and a healthy drafter must pass them all
 FEW = 10  # conversations below which nothing can be told from chance
 WORTH = 0.01  # a smaller gain, as a share of the acceptance length, is not worth a word
+OPEN = "its sliding window in force"
 HARDLY = 1.1  # an acceptance length below which nothing works
 MODE = 1.5  # how much more must be accepted in another mode of the template to be called a fault: texts differ in how easy they are
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
+WINDOWS = (128, 256, 512, 1024, 2048)  # of sliding layers
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,19 @@ class Reading:
     config: DFlashConfig
     shifted: bool = False
     normed: bool = False
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What a file leaves open, so that readers refuse it or decide unlike.
+
+    Attributes:
+        sentence: says so.
+        other: its meaning if it is not the one being examined; None: it says too little.
+    """
+
+    sentence: str
+    other: DFlashConfig | None
 
 
 @dataclass
@@ -112,7 +127,12 @@ class Diagnosis:
 
 
 def diagnose(
-    network: DFlash, target: Target, conversations: Sequence[Sequence[Message]], folder: Path | None = None, anchors: int = ANCHORS
+    network: DFlash,
+    target: Target,
+    conversations: Sequence[Sequence[Message]],
+    folder: Path | None = None,
+    anchors: int = ANCHORS,
+    doubt: Doubt | None = None,
 ) -> Iterator[tuple[int, Diagnosis]]:
     """Check a pair; yields how many readings are scored, and the diagnosis so far.
 
@@ -121,6 +141,7 @@ def diagnose(
         conversations: messages to ask the target.
         folder: where the drafter came from, for the target it names.
         anchors: to score on, at least.
+        doubt: what the file leaves open: a fault, whatever fits.
     """
     found = Diagnosis()
     misfit = _static(network, target, folder, found)
@@ -138,12 +159,14 @@ def diagnose(
     found.conversations = len(texts)
     if found.anchors < anchors:
         found.notes.append(f"only {found.anchors} anchors: a wrong layer offset could stay unseen; give more prompts with --probe")
-    others = list(readings(network.config, target))
+    others = list(readings(network.config, target, max(len(ids) for ids, _ in texts)))
+    if doubt is not None and doubt.other is not None:
+        others.insert(0, Reading(OPEN, "", doubt.other))
     best: tuple[Score, Reading] | None = None
     for number, other in enumerate(others, 1):
         score = _scored(probe, other, texts, plain)
         found.scores.append(score)
-        if score.better(found.acceptance_length) and (best is None or score.difference > best[0].difference):
+        if score.fault and score.better(found.acceptance_length) and (best is None or score.difference > best[0].difference):
             best = score, other
         yield number, found
     found.scores.sort(key=lambda score: -score.difference)
@@ -151,12 +174,14 @@ def diagnose(
         found.notes.append(f"only {len(texts)} conversations: chance cannot be told from a fault; give at least {FEW} with --probe")
         best = None
     else:
-        found.faults += [score.fault for score in found.scores if score.better(found.acceptance_length)]
+        found.faults += [score.fault for score in found.scores if score.fault and score.better(found.acceptance_length)]
     found.modes = {name: _mean(probe.accepted(base, rows)) for name, rows in modes.items()}
     if len(texts) >= FEW:
         _judge_modes(found)
     if best is not None and not best[1].shifted and not best[1].normed:
         found.mended = best[1].config
+    if doubt is not None:
+        _settle(doubt, network.config, found)
     if found.faults:
         found.verdict = "fault"
     elif found.acceptance_length < HARDLY or len(texts) < FEW:
@@ -164,8 +189,24 @@ def diagnose(
     yield len(others), found
 
 
-def readings(config: DFlashConfig, target: Target) -> Iterator[Reading]:
-    """Every other way the file could have been meant."""
+def _settle(doubt: Doubt, config: DFlashConfig, found: Diagnosis) -> None:
+    """Put what a file leaves open first, with what the scores say of it."""
+    score = next((score for score in found.scores if score.name == OPEN), None)
+    wrong = score is not None and score.high < 0
+    if score is None:
+        told = ""
+    elif wrong:
+        told = "; full attention fits better"
+    elif score.low > 0:
+        told = "; its window fits better"
+    else:
+        told = "; both fit alike here (answers may be too short to show it), and its window is what it was trained with"
+    found.faults.insert(0, doubt.sentence + told)
+    found.mended = found.mended or (doubt.other if score is not None and not wrong else config)
+
+
+def readings(config: DFlashConfig, target: Target, longest: int) -> Iterator[Reading]:
+    """Every other way the file could have been meant; ``longest``: tokens of a text, which a window must be shorter than."""
     layers, layer = len(target.layers), list(config.taps)
     for step, told in ((-1, "one too high"), (1, "one too low")):
         taps = tuple(i + step for i in layer)
@@ -181,6 +222,9 @@ def readings(config: DFlashConfig, target: Target) -> Iterator[Reading]:
     if any(config.windows):
         fault = f"its sliding window of {max(filter(None, config.windows))} tokens is not what it was trained with: none is better"
         yield Reading("no sliding window", fault, replace(config, windows=(None,) * len(config.windows)))
+    for window in (window for window in WINDOWS if window < longest and not any(config.windows)):
+        fault = f"a sliding window of {window} tokens fits better than the full attention it is read with: it was trained with one"
+        yield Reading(f"sliding window {window}", fault, replace(config, windows=(window,) * len(config.windows)))
     yield from _ropes(config, target)
     width = config.backbone.hidden_size
     for scale in sorted({1.0, round(math.sqrt(width), 6)} - {config.embedding_scale}):

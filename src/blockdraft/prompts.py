@@ -82,10 +82,20 @@ def read_prompts(path: Path) -> list[list[list[Message]]]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would also part at U+2028 inside a text
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from error
-    rows = [_turns(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [_checked(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UsageError(f"{path} has no prompts")
     return rows
+
+
+def _checked(path: Path, number: int, line: str) -> list[list[Message]]:
+    turns = _turns(path, number, line)
+    try:
+        for message in (message for turn in turns for message in turn):
+            _encodable(message["content"])
+    except UsageError as error:
+        raise UsageError(f"{path}, line {number}: {error}") from None
+    return turns
 
 
 def _turns(path: Path, number: int, line: str) -> list[list[Message]]:

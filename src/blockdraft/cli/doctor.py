@@ -1,15 +1,18 @@
 """``blockdraft doctor``: why a pair does not work, with figures, and a mended copy."""
 
 import argparse
+import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.cli import options
 from blockdraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from blockdraft.doctor import Diagnosis
+    from blockdraft.doctor import Diagnosis, Doubt
+    from blockdraft.drafters.dflash import DFlash
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -35,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.convert import read
     from blockdraft.doctor import diagnose
     from blockdraft.drafters.dflash import DFlash
+    from blockdraft.formats import zlab
     from blockdraft.formats.dialect import recognise
     from blockdraft.progress import Progress
     from blockdraft.prompts import OWN_PROMPTS, read_prompts
@@ -46,11 +50,17 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.drafter}: {dialect.refused or f'the doctor reads DFlash drafters, not {dialect.family}'}")
     conversations = [turns[0] for turns in read_prompts(args.probe or OWN_PROMPTS)]
     target = options.load_target(args, "float32")
-    network = read(args.drafter, dialect, target)
+    doubt = None
+    try:
+        network = read(args.drafter, dialect, target)
+    except zlab.WindowOff as error:
+        if dialect.layout != "zlab":
+            raise
+        network, doubt = in_doubt(args.drafter, error)
     assert isinstance(network, DFlash)
     found = None
     with Progress("Reading it another way", 16, unit="readings") as progress:
-        for scored, found in diagnose(network, target, conversations, args.drafter):
+        for scored, found in diagnose(network, target, conversations, args.drafter, doubt=doubt):
             progress.update(scored)
     assert found is not None
     if args.json:
@@ -60,6 +70,17 @@ def run(args: argparse.Namespace) -> int:
     if args.fix:
         fix(found, network, args)
     return 0 if found.verdict == "healthy" else 1
+
+
+def in_doubt(folder: Path, error: UsageError) -> "tuple[DFlash, Doubt]":
+    """A drafter that may slide or not, read as if it did not, and its other meaning."""
+    from blockdraft.doctor import Doubt
+    from blockdraft.formats import zlab
+
+    other = None
+    with contextlib.suppress(zlab.WindowOff):
+        other = zlab.read_config(folder, window=True)
+    return zlab.read(folder, window=False), Doubt(str(error), other)
 
 
 def fix(found: "Diagnosis", network: "object", args: argparse.Namespace) -> None:

@@ -32,13 +32,21 @@ LAYERS = Qwen3Config().to_dict()
 MOST_SLOTS = 4096  # of a block
 
 
-def read(folder: Path) -> DFlash:
+class WindowOff(UsageError):
+    """Sliding layers, and no window in force: runtimes disagree about those."""
+
+
+def read(folder: Path, window: bool | None = None) -> DFlash:
     """A DFlash network in float32 or the file's dtype, on the CPU.
 
+    Args:
+        window: as for ``read_config``.
+
     Raises:
+        WindowOff: a file that leaves open whether its layers slide.
         UsageError: not a DFlash drafter, a key or tensor missing or of the wrong shape, or a damaged file.
     """
-    config = read_config(folder)
+    config = read_config(folder, window)
     try:
         network = DFlash(config)
     except Exception as error:  # sizes, activations and rope kinds that no layer can be built from
@@ -92,13 +100,19 @@ def write(network: DFlash, folder: Path, dtype: torch.dtype = torch.bfloat16) ->
     files.write(raw, network, folder, dtype)
 
 
-def read_config(folder: Path) -> DFlashConfig:
+def read_config(folder: Path, window: bool | None = None) -> DFlashConfig:
     """The meaning of a z-lab ``config.json``.
 
+    Args:
+        window: True puts ``sliding_window`` in force, False takes every layer for a full one; None: as the file says.
+
     Raises:
+        WindowOff: layers slide, and no window is in force.
         UsageError: missing, damaged, or not of a DFlash drafter; names the key.
     """
     raw = files.read_config(folder)
+    if window is not None:
+        raw |= {"use_sliding_window": True} if window else {"layer_types": None}
     try:
         return _meaning(folder, raw)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -178,7 +192,7 @@ def visibility_per_layer(raw: dict[str, Any], backbone: Qwen3Config) -> tuple[tu
     ``dflash_config.swa_window_size`` on all layers under ``use_swa``, else ``sliding_window`` on the sliding ones.
 
     Raises:
-        UsageError: sliding layers whose window is switched off (``use_sliding_window`` false): runtimes disagree about those.
+        WindowOff: sliding layers whose window is switched off (``use_sliding_window`` false or not said) or has no size.
     """
     nested = raw.get("dflash_config") or {}
     layers = backbone.num_hidden_layers
@@ -187,7 +201,7 @@ def visibility_per_layer(raw: dict[str, Any], backbone: Qwen3Config) -> tuple[tu
         raise UsageError(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
     sliding = [kind == "sliding_attention" for kind in types]
     if any(sliding) and backbone.sliding_window is None:
-        raise UsageError(
+        raise WindowOff(
             "the drafter's config has sliding_attention layers but no window in force; set use_sliding_window to true and "
             "sliding_window to the window it was trained with, or layer_types to full_attention"
         )

@@ -375,7 +375,8 @@ class Trainer:
         values = asdict(self.config)
         manifest = self.out / "config.yaml"
         if manifest.exists():
-            found = yaml.safe_load(manifest.read_text())
+            # A run begun before a field existed ran with what is now that field's default.
+            found = asdict(TrainConfig()) | yaml.safe_load(manifest.read_text())
             differing = [key for key in values if key not in FREE and found.get(key) != values[key]]
             if differing:
                 key = differing[0]
