@@ -3,13 +3,14 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockdraft.budget import MOST, Budget, Costs, Pending
+from blockdraft.budget import MOST, SAVED, SHARE, Budget, Costs, Pending
 from blockdraft.decode import Decoder
 from blockdraft.drafters.lookup import History, LookupDrafter
 from blockdraft.drafters.tree import TreeDrafter, grow
@@ -296,6 +297,39 @@ def test_costs_are_corrected_by_the_time_that_rounds_take():
     play(60.0, 1.0, 1)
     assert play(1.3, 1.0, 60).count(1) < 20
     assert play(2.6, 1.0, 200)[100:].count(1) > 90
+
+
+def test_costs_follow_the_context():
+    """A verification that is nearly free in a short context is not in a long one: there nothing is drafted."""
+    near = Costs(verify=((1, 1.0), (8, 1.2)), draft=((2, 0.1), (8, 0.1)), context=256)
+    far = Costs(verify=((1, 2.0), (8, 9.2)), draft=((2, 0.1), (8, 0.05)), context=2048)
+    costs = replace(near, longer=far)
+    assert costs.at(100).verify == near.verify == near.at(5000).verify
+    assert costs.at(1152).verify == ((1, 1.5), (8, pytest.approx(5.2)))
+    assert costs.at(3840).draft == ((2, 0.1), (8, 0.1)), "more context never costs less"
+    budget = Budget(costs, 8)
+    for context, drafts in ((100, True), (2048, False), (300, True)):
+        budget.begin(context)
+        assert (budget.slots([0], 0) > 1) == drafts
+
+
+@given(st.integers(1, 32), st.floats(0.05, 12.0), st.integers(100, 400))
+@settings(max_examples=60, deadline=None)
+def test_trials_take_a_small_share_of_plain_rounds(rows, dear, rounds):
+    """Whatever a draft costs, and however often the batch is another: where it brings nothing, it soon takes hardly any time."""
+    costs = Costs(verify=((1, 1.0), (64, 1.0 + dear / 2), (256, 1.0 + 2 * dear)), draft=((2, dear / 2), (8, dear / 2)))
+    budget, lost = Budget(costs, 8), 0.0
+    for number in range(rounds):
+        if number % 60 == 0:
+            budget.reset(rows)
+        budget.begin()
+        slots = budget.slots([0] * rows, 0)
+        if number >= 60 and slots > 1:
+            lost += (costs.of_draft(slots, rows) + costs.of_verify(8 * rows)) / costs.of_verify(rows) - 1
+        tree = ([5] * 7, list(range(7)), [-0.1 * i for i in range(1, 8)]) if slots > 1 else ([], [], [])
+        budget.proposed([Pending(*tree, slots, [], 0)] * rows)
+        budget.learn(0, [[4]] * rows)
+    assert lost <= SAVED + SHARE * rounds
 
 
 def test_rows_without_a_draft_are_not_charged_one():

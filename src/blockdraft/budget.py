@@ -26,7 +26,12 @@ PLAIN, COPIED, DRAFTED = range(3)  # kinds of rounds: nothing to verify, copies 
 WEIGHT, TRIAL_WEIGHT = 0.08, 0.3  # of a round's outcome in the averages, once there are some; of one after a pause
 FIRST_ROUNDS = 3  # outcomes that what was expected at first weighs as much as
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds
+SHARE = 0.02  # of the time of plain rounds that trials may take from them
+SAVED = 4.0  # plain rounds' time that may be saved up for trials, and is there at first
 MARGIN = 1.03  # drafting must look better than no drafting by this much: what looks best of several is overestimated
+
+
+Points = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,25 @@ class Costs:
     Attributes:
         verify: ``(tokens, seconds)`` of the target, rising; the first is one token: a plain step.
         draft: ``(slots, seconds)`` of the drafter, rising.
+        context: tokens in the cache while this was measured.
+        longer: the same places in a longer context; None: as if the context did not matter.
     """
 
-    verify: tuple[tuple[int, float], ...]
-    draft: tuple[tuple[int, float], ...]
+    verify: Points
+    draft: Points
+    context: int = 0
+    longer: "Costs | None" = None
+
+    def at(self, context: float) -> "Costs":
+        """With so many tokens in the cache: on the straight line through both contexts, and never below the shorter one."""
+        if self.longer is None or context <= self.context:
+            return self
+        share = (context - self.context) / (self.longer.context - self.context)
+
+        def along(near: Points, far: Points) -> Points:
+            return tuple((x, low + share * max(0.0, high - low)) for (x, low), (_, high) in zip(near, far, strict=True))
+
+        return Costs(along(self.verify, self.longer.verify), along(self.draft, self.longer.draft))
 
     def of_verify(self, tokens: int) -> float:
         return _between(self.verify, tokens)
@@ -68,16 +88,18 @@ class Budget:
 
     Attributes:
         most: candidates of the largest tree.
+        costs: at the context of the round that runs.
     """
 
     def __init__(self, costs: Costs | None, block_size: int, fixed: int | None = None, clock: Callable[[], float] | None = None):
         assert (costs is None) == (fixed is not None), "a budget is fixed, or decided by costs"
-        self.costs, self.block_size, self.fixed, self._clock = costs, block_size, fixed, clock
+        self._measured, self.block_size, self.fixed, self._clock = costs, block_size, fixed, clock
+        self.costs = costs
         self.most = fixed or MOST
         self._nodes = Rates([math.exp(-BIN * (i + 0.5)) for i in range(BINS)])
         self._copies = Rates([0.9 - 0.7 * 0.75**length for length in range(LONG_MATCH + 1)])
         self._paces = [Pace(), Pace(), Pace()]
-        self._pause = FIRST_PAUSE
+        self._pause, self._spare = FIRST_PAUSE, SAVED
         self._drafted = [Drafted(chance, block_size) for chance in (0.65, 0.65, 0.8)]
         self.reset(0)
 
@@ -112,8 +134,10 @@ class Budget:
             seconds = self._paces[DRAFTED].of(self.costs.of_draft(slots, rows) + self.costs.of_verify(verified))
             if (rate := (rows + gain) / seconds) > best_rate:
                 best, best_rate = slots, rate
-        if best_rate >= MARGIN * self._rate_without(self.costs, matches, copied):
+        without = self._rate_without(self.costs, matches, copied)
+        if best_rate >= MARGIN * without:
             self._resting, self._pause = 0, FIRST_PAUSE
+            self._spare = min(self._spare + best_rate / without - 1, SAVED)
             return best
         if set(kinds) == {LONG_COPY}:  # copying alone is better now, which says nothing about drafting elsewhere
             return 1
@@ -131,11 +155,17 @@ class Budget:
         )
 
     def _rest(self, dearer: float) -> int:
-        """Plain rounds, and after a pause a trial; the dearer a trial is than a plain round, the longer the pause."""
+        """Plain rounds, and after a pause a trial; the dearer a trial is than a plain round, the longer the pause.
+
+        With many rows a trial takes as long as many plain rounds: it waits until it takes a small share of them, and is left out
+        where not even a block that stands whole would pay.
+        """
         self._resting += 1
-        if self._resting <= self._pause * max(1.0, dearer):
+        self._spare = min(self._spare + SHARE, max(SAVED, dearer))
+        if self._resting <= self._pause * max(1.0, dearer) or self._spare < dearer or dearer + 1 >= self.block_size:
             return 1
         self._resting, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
+        self._spare -= dearer
         return self.block_size
 
     def copy_logs(self, matches: Sequence[int], copied: int) -> Tensor:
@@ -175,8 +205,9 @@ class Budget:
 
     # ---- what became of it
 
-    def begin(self) -> None:
-        """A round begins: its draft and its verification are timed together."""
+    def begin(self, context: float = 0) -> None:
+        """A round begins, over so many tokens on the mean of its rows: its draft and its verification are timed together."""
+        self.costs = self._measured.at(context) if self._measured is not None else None
         self._began = self._clock() if self._clock is not None else None
 
     def proposed(self, pending: Sequence["Pending"]) -> None:

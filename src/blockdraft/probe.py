@@ -5,8 +5,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,12 +20,12 @@ from blockdraft.proposal import Proposal
 from blockdraft.store import store_folder, write_whole
 from blockdraft.target import Target
 
-CONTEXT = 256  # tokens in the cache while measuring
+CONTEXTS = (256, 2048)  # tokens in the cache while measuring
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST + 1)  # tokens of a verification, the anchor included
 REPEATS = 4
 CHANGED = 1.5  # times as long or short as it was
 OBSERVED = 2  # tokens that a drafter takes in before a draft
-FORMAT = 5  # changes when what is measured does
+FORMAT = 6  # changes when what is measured does
 
 
 def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
@@ -35,7 +36,7 @@ def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
     place = store_folder() / "costs" / f"{_key(target, drafter)}.json"
     try:
         found = json.loads(place.read_text())
-        kept = Costs(*(tuple((int(tokens), float(seconds)) for tokens, seconds in found[name]) for name in ("verify", "draft")))
+        kept = _restored(found)
         if 1 / CHANGED < _step(target) / float(found["step"]) < CHANGED:
             return kept
     except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
@@ -58,27 +59,45 @@ def _step(target: Target) -> float:
     return _seconds(lambda: target.step(cache, token).max(dim=-1).indices.tolist())
 
 
+def _restored(found: dict[str, Any]) -> Costs:
+    points = (tuple((int(tokens), float(seconds)) for tokens, seconds in found[name]) for name in ("verify", "draft"))
+    return Costs(*points, int(found["context"]), _restored(found["longer"]) if found["longer"] is not None else None)
+
+
 def measure(target: Target, drafter: DFlashDrafter) -> Costs:
-    """Measure a pair, one row of ``CONTEXT`` tokens, or fewer where the target's context is short."""
-    context = min(CONTEXT, target.context - MOST - 1)
+    """Measure a pair, one row of ``CONTEXTS`` tokens, or fewer where the target's context is short."""
+    most = target.context - MOST - 1
+    near, far = min(CONTEXTS[0], most), min(CONTEXTS[1], most)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, target.vocab_size, (context,), generator=generator).tolist()
-    cache = target.new_cache(1, context + MOST + 1)
+    ids = torch.randint(0, target.vocab_size, (near,), generator=generator).tolist()
+    cache = target.new_cache(1, far + MOST + 1)
     tree = TreeDrafter(drafter, Budget(None, drafter.block_size, MOST))
-    tree.reset(1, context + OBSERVED + max(MOST + 1, drafter.block_size))
+    tree.reset(1, far + OBSERVED + max(MOST + 1, drafter.block_size))
     observed = None
     for _, features in target.prefill(cache, 0, ids, drafter.taps):
         assert features is not None
         start, observed = cache.lengths[0] - features.shape[1], features[:, :OBSERVED]
         tree.observe(0, torch.tensor([ids[start : cache.lengths[0]]], device=target.device), features, [features.shape[1]])
     assert observed is not None
-    anchors = torch.tensor(ids[:1], device=target.device)
-    verified = partial(_verified, target, cache, anchors, drafter.taps)
+    short = _measured(target, tree, cache, observed)
+    if far < 2 * near:
+        return short
+    # What the caches hold does not matter: the target's zeros take as long as what a text would have left.
+    behind = torch.randint(0, target.vocab_size, (1, far - near), generator=generator).to(target.device)
+    tree.observe(0, behind, observed[:, :1].expand(-1, far - near, -1), [far - near])
+    cache.lengths[0] = far
+    return replace(short, longer=_measured(target, tree, cache, observed))
+
+
+def _measured(target: Target, tree: TreeDrafter, cache: KVCache, observed: torch.Tensor) -> Costs:
+    """In the context that both caches hold."""
+    anchors, taps = torch.zeros(1, dtype=torch.long, device=target.device), tree.taps
+    verified = partial(_verified, target, cache, anchors, taps)
     verify = [(size, _seconds(partial(verified, size))) for size in SIZES]
-    slots = sorted({2, (drafter.block_size + 1) // 2, drafter.block_size} - {0, 1})
+    slots = sorted({2, (tree.block_size + 1) // 2, tree.block_size} - {0, 1})
     # A draft finds the caches of the processor full of the target's weights.
     draft = [(count, _seconds(partial(_drafted, tree, anchors, observed, count), partial(verified, 1))) for count in slots]
-    return Costs(_rising(verify), _rising(draft))
+    return Costs(_rising(verify), _rising(draft), cache.lengths[0])
 
 
 def _verified(target: Target, cache: KVCache, anchors: torch.Tensor, taps: Sequence[int], size: int) -> None:

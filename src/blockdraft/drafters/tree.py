@@ -148,7 +148,7 @@ class TreeDrafter:
     def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
         if draw is not None:
             raise UsageError("a tree's candidates are chosen, not drawn, so the rejection rule has no law for them; use tree=off")
-        self.budget.begin()
+        self.budget.begin(sum(len(history.tokens) for history in self.histories[: len(anchors)]) / len(anchors))
         device = anchors.device
         found = self._find(anchors.tolist(), widths)
         copied = max(len(copy) for copy, _ in found)
