@@ -192,6 +192,10 @@ def test_damaged_rows_name_their_line(pair, capsys, tmp_path):
         ("{", "line 2: not valid JSON"),
         ('{"x": 1}', "line 2: a row needs"),
         ('{"prompt": ""}', "line 2: a row needs"),
+        ("[" * 100_000, "line 2: not valid JSON"),
+        ('{"prompt": ' + "1" * 5001 + "}", "line 2: not valid JSON"),
+        ('{"messages": [{"role": "\\ud800", "content": "a"}]}', "line 2: the prompt"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "line 2: a row needs"),
         ('{"prompt": "\\ud800"}', "line 2: the prompt '\\ud800' holds bytes"),
     ):
         path.write_text('{"prompt": "fine"}\n' + line)

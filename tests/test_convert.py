@@ -533,6 +533,52 @@ def test_values_of_a_wrong_kind_are_one_sentence(changes, target, tmp_path, caps
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+ODD = {
+    "zlab": [
+        {"block_size": 1, "dflash_config.block_size": 1},
+        {"dflash_config.output_multiplier": 0},
+        {"dflash_config.input_embedding_scale": float("nan")},
+        {"max_position_embeddings": -1},
+        {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 10**12},
+    ],
+    "speculators": [
+        {"block_size": 0},
+        {"mask_token_id": 1.7},
+        {"aux_hidden_state_layer_ids": [1.5, 2, 4]},
+        {"sliding_window_non_causal": "no"},
+        *({"transformer_layer_config.sliding_window": window} for window in (-1, 0)),
+    ],
+    "transformers": [{"block_size": 0}, {"mask_token_id": 1.7}, *({"sliding_window": window} for window in (-1, 0, "9"))],
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), [(layout, case) for layout, cases in ODD.items() for case in cases], ids=str)
+def test_numbers_that_nothing_can_be_drafted_with_are_named(layout, changes, target, tmp_path, capsys):
+    """Whatever the layout: the file, the key and the value; no conversion, no run of a drafter without slots or sight."""
+    windows = (6, 6) if layout != "zlab" else (None, None)
+    convert(source(target, tmp_path / "a", windows=windows), tmp_path / "b", layout, target)
+    path = tmp_path / "b" / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        outer, _, inner = key.rpartition(".")
+        (config[outer] if outer else config)[inner] = value
+    path.write_text(json.dumps(config))
+    assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "zlab", "--target", target.name]) == 2
+    error = capsys.readouterr().err
+    name = list(changes)[-1].rpartition(".")[2].removeprefix("input_")
+    assert f"{path} " in error
+    assert f"{name} is " in error
+    assert not (tmp_path / "c").exists()
+
+
+def test_contradicting_rotary_bases_are_said(target, tmp_path):
+    place = source(target, tmp_path)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"rope_theta": 5e6}))
+    with pytest.warns(UserWarning, match=r"rope_theta is 5000000.0 on top and .* in rope_parameters"):
+        zlab.read_config(place)
+
+
 def test_scaled_embeddings_and_transformers_assistant(tmp_path):
     """A target whose embedding module scales: the assistant is given its output, so the drafter's scale must be that."""
     gemma = tiny.target("gemma2")

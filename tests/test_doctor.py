@@ -153,32 +153,62 @@ def test_a_window_that_the_file_does_not_say_is_told(target, monkeypatch):
     assert "sliding window 1000" not in {score.name for score in found.scores}, "no text is as long: it could show nothing"
 
 
-# What is trained, what the file says of its size, and which reading is right.
+# What is trained, the window in the file, what else it says, what the doctor says of the window, and which one it writes.
 DOUBTS = {
-    "trained with it": ((2, 2), 2, "; its window fits better", (2, 2)),
-    "trained without it": ((None, None), 2, "; full attention fits better", (None, None)),
-    "too large to be seen": ((None, None), 1000, "; both fit alike here", (1000, 1000)),
-    "of no size": ((None, None), None, "or layer_types to full_attention", (None, None)),
+    "trained with it": ((2, 2), 2, {}, "; the window that it names fits better", (2, 2)),
+    "trained without it": ((None, None), 2, {}, "; the window that it names does not fit: full attention is better", (None, None)),
+    "too large to be seen": ((None, None), 1000, {}, "; the window that it names fits as well here", (1000, 1000)),
+    "of no size": ((2, 2), None, {}, "; 2 tokens fit best of those tried", (2, 2)),
+    "of no size, and none fits": ((None, None), None, {}, "; no window that was tried fits better than full attention", None),
+    "with another fault": ((2, 2), 2, {"mask_token_id": 9}, "; the window that it names fits", (2, 2)),
 }
 
 
 @pytest.mark.parametrize("case", DOUBTS)
-def test_a_window_that_is_switched_off_is_told_first(case, target, tmp_path, capsys):
+def test_a_window_that_is_switched_off_is_told_first(case, target, tmp_path, capsys, monkeypatch):
     """``use_sliding_window`` was not saved, and with it went the window: every runtime makes of it what it likes."""
-    trained, said, verdict, right = DOUBTS[case]
-    network = learn(target, steps=150, taps=(1, 2, 3), mask_token_id=5, windows=trained)
-    zlab.write(broken(network, windows=(2, 2)), tmp_path, torch.float32)
+    monkeypatch.setattr(doctor, "WINDOWS", (2, 8, 1000))
+    monkeypatch.setattr(doctor, "_masks", lambda config, target: [i for i in (5, 6) if i != config.mask_token_id])
+    trained, said, wrong, verdict, right = DOUBTS[case]
+    network = learn(target, steps=200, taps=(1, 2, 3), mask_token_id=5, windows=trained)
+    zlab.write(broken(network, windows=(2, 2), **wrong), tmp_path, torch.float32)
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["use_sliding_window"]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": said}))
+    del config["use_sliding_window"], config["sliding_window"]
+    (tmp_path / "config.json").write_text(json.dumps(config | ({"sliding_window": said} if said else {})))
     probe = tmp_path / "probe.jsonl"
     probe.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS))
     command = ["doctor", "--drafter", str(tmp_path), "--target", target.name, "--probe", str(probe)]
-    assert main([*command, "--fix", str(tmp_path / "mended")]) == 1
+    mended = tmp_path.parent / f"{tmp_path.name}-mended" / "new"  # in a folder that is not there yet
+    assert main([*command, "--fix", str(mended)]) == 1
     first = capsys.readouterr().out.splitlines()[1]
-    assert first.startswith("  the drafter's config has sliding_attention layers but no window in force")
-    assert first.endswith(verdict) or verdict in first
-    assert zlab.read(tmp_path / "mended").config.windows == right
+    assert "it has sliding_attention layers but no window in force" in first
+    assert verdict in first
+    assert mended.exists() == (right is not None)
+    if right is not None:
+        found = zlab.read(mended).config
+        assert (found.windows, found.mask_token_id) == (right, 5)
+
+
+def test_a_window_over_all_layers_needs_no_other(healthy, target, tmp_path):
+    """``use_swa`` rules every layer, whatever ``use_sliding_window`` says."""
+    zlab.write(healthy, tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["layer_types"] = ["sliding_attention"] * 2
+    config["dflash_config"] |= {"use_swa": True, "swa_window_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert zlab.read_config(tmp_path).windows == (16, 16)
+    del config["dflash_config"]["swa_window_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="swa_window_size is None, not a whole number"):
+        zlab.read_config(tmp_path)
+
+
+def test_where_the_mended_drafter_goes_is_checked_before_the_work(healthy, target, tmp_path, capsys):
+    zlab.write(healthy, tmp_path, torch.float32)
+    (tmp_path / "file").write_text("")
+    for place, told in ((tmp_path / "in", "or lie in it"), (tmp_path / "file" / "x", "file is a file")):
+        assert main(["doctor", "--drafter", str(tmp_path), "--target", target.name, "--fix", str(place)]) == 2
+        assert told in capsys.readouterr().err
 
 
 def test_shifted_slots_are_told_and_cannot_be_mended(target):
@@ -269,11 +299,13 @@ def test_odd_targets_and_files(healthy, target, tmp_path, monkeypatch):
 
 
 def test_the_command(healthy, target, tmp_path, capsys):
-    zlab.write(broken(healthy, taps=(0, 1, 2)), tmp_path, torch.float32)
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    zlab.write(broken(healthy, taps=(0, 1, 2)), wrong, torch.float32)
     probe = tmp_path / "probe.jsonl"
     probe.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS))
     where = ["--target", target.name, "--dtype", "float32", "--probe", str(probe)]
-    assert main(["doctor", "--drafter", str(tmp_path), *where, "--fix", str(tmp_path / "mended")]) == 1
+    assert main(["doctor", "--drafter", str(wrong), *where, "--fix", str(tmp_path / "mended")]) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith("FAULT\n  its tapped layers [0, 1, 2] are counted one too low")
     assert "only " in printed.out, "so few anchors are not enough for small faults, and it says so"

@@ -3,13 +3,14 @@
 import itertools
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockdraft import probe
 from blockdraft.budget import MOST, SAVED, SHARE, Budget, Costs, Pending
 from blockdraft.decode import Decoder
 from blockdraft.drafters.lookup import History, LookupDrafter
@@ -416,6 +417,18 @@ def test_what_was_learned_about_a_drafter_stays(llama):
     assert with_tree(llama, drafter).budget is with_tree(llama, drafter).budget
     assert with_tree(llama, drafter).budget is not with_tree(llama, drafter, "auto", 4).budget
     assert with_tree(llama, drafter).budget is not with_tree(llama, random_drafter(llama)).budget
+
+
+def test_costs_are_measured_in_two_contexts_and_kept(llama, monkeypatch):
+    monkeypatch.setattr(probe, "CONTEXTS", (8, 40))
+    drafter = random_drafter(llama)
+    costs = probe.measure(llama, drafter)
+    assert costs.longer is not None
+    assert (costs.context, costs.longer.context) == (8, 40)
+    assert [tokens for tokens, _ in costs.longer.verify] == list(probe.SIZES)
+    assert probe._restored(json.loads(json.dumps(asdict(costs)))) == costs
+    monkeypatch.setattr(probe, "CONTEXTS", (8, 12))
+    assert probe.measure(llama, drafter).longer is None
 
 
 def test_costs_of_a_busy_machine_are_not_believed_later(llama, tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def check(source: Path, destination: Path, layout: str, target: str, ignore: Seq
             f"{source} has keys that are not known here: {', '.join(unknown)}; what they mean could be lost "
             f"(--ignore {unknown[0]} converts without)"
         )
-    _check_place(destination, layout, force, (source, Path(target).expanduser()))
+    check_place(destination, layout, force, (source, Path(target).expanduser()))
     return dialect
 
 
@@ -106,7 +106,7 @@ def unknown_keys(dialect: Dialect) -> list[str]:
     return known[dialect.layout](dialect.raw)
 
 
-def _check_place(destination: Path, layout: str, force: bool, kept: Sequence[Path]) -> None:
+def check_place(destination: Path, layout: str, force: bool, kept: Sequence[Path]) -> None:
     """Refuse to write where something of the user's would be lost."""
     if layout == "gguf" and destination.suffix != ".gguf":
         raise UsageError(f"{destination} has no suffix .gguf, by which readers know such a file; add it")
@@ -160,6 +160,7 @@ def write_mended(source: Path, network: DFlash, config: DFlashConfig, destinatio
         UsageError: a meaning that the layout cannot hold.
     """
     mended = DFlash(config)
+    destination.parent.mkdir(parents=True, exist_ok=True)
     mended.to(network.fc.weight.dtype).load_state_dict(network.state_dict())
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as room:
         beside = Path(room) / destination.name

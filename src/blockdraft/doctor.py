@@ -34,7 +34,6 @@ TOKENS = 96  # of a continuation
 SURE = 3.3  # standard errors of many conversations: a dozen readings are tried, and a healthy drafter must pass them all
 FEW = 10  # conversations below which nothing can be told from chance
 WORTH = 0.01  # a smaller gain, as a share of the acceptance length, is not worth a word
-OPEN = "its sliding window in force"
 HARDLY = 1.1  # an acceptance length below which nothing works
 MODE = 1.5  # how much more must be accepted in another mode of the template to be called a fault: texts differ in how easy they are
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -62,15 +61,17 @@ class Reading:
 
 @dataclass(frozen=True)
 class Doubt:
-    """What a file leaves open, so that readers refuse it or decide unlike.
+    """A window that a file names and does not put in force, so that readers refuse it or decide unlike.
 
     Attributes:
         sentence: says so.
-        other: its meaning if it is not the one being examined; None: it says too little.
+        meant: with the window that it names in force; None: it names none.
+        tried: with windows that it could have had, by their tokens.
     """
 
     sentence: str
-    other: DFlashConfig | None
+    meant: DFlashConfig | None
+    tried: dict[int, DFlashConfig]
 
 
 @dataclass
@@ -141,7 +142,7 @@ def diagnose(
         conversations: messages to ask the target.
         folder: where the drafter came from, for the target it names.
         anchors: to score on, at least.
-        doubt: what the file leaves open: a fault, whatever fits.
+        doubt: a window that the file leaves open, while the network has none: a fault, whatever fits.
     """
     found = Diagnosis()
     misfit = _static(network, target, folder, found)
@@ -151,22 +152,25 @@ def diagnose(
         return
     texts, modes = _continuations(target, conversations, anchors)
     if not texts:
-        raise UsageError(f"{target.name} ends every answer at once: there is nothing to score on; give other prompts with --probe")
+        raise UsageError(
+            f"there is nothing to score on: {target.name} ends every answer at once, or no prompt leaves {TOKENS} tokens of its "
+            f"{target.context} for one; give other prompts with --probe"
+        )
     probe = _Probe(network, target, read_shortlist(folder, target.vocab_size) if folder is not None and folder.is_dir() else None)
-    base = Reading("as configured", "", network.config)
+    config = network.config if doubt is None else _settled(doubt, network.config, probe, texts, found)
+    base = Reading("as configured", "", config)
     plain = probe.accepted(base, texts)
+    known = doubt is None or found.mended is not None
     found.acceptance_length, found.anchors = _mean(plain), sum(len(row) for row in plain)
     found.conversations = len(texts)
     if found.anchors < anchors:
         found.notes.append(f"only {found.anchors} anchors: a wrong layer offset could stay unseen; give more prompts with --probe")
-    others = list(readings(network.config, target, max(len(ids) for ids, _ in texts)))
-    if doubt is not None and doubt.other is not None:
-        others.insert(0, Reading(OPEN, "", doubt.other))
+    others = list(readings(config, target, max(len(ids) for ids, _ in texts)))
     best: tuple[Score, Reading] | None = None
     for number, other in enumerate(others, 1):
         score = _scored(probe, other, texts, plain)
         found.scores.append(score)
-        if score.fault and score.better(found.acceptance_length) and (best is None or score.difference > best[0].difference):
+        if score.better(found.acceptance_length) and (best is None or score.difference > best[0].difference):
             best = score, other
         yield number, found
     found.scores.sort(key=lambda score: -score.difference)
@@ -174,14 +178,12 @@ def diagnose(
         found.notes.append(f"only {len(texts)} conversations: chance cannot be told from a fault; give at least {FEW} with --probe")
         best = None
     else:
-        found.faults += [score.fault for score in found.scores if score.fault and score.better(found.acceptance_length)]
+        found.faults += [score.fault for score in found.scores if score.better(found.acceptance_length)]
     found.modes = {name: _mean(probe.accepted(base, rows)) for name, rows in modes.items()}
     if len(texts) >= FEW:
         _judge_modes(found)
-    if best is not None and not best[1].shifted and not best[1].normed:
-        found.mended = best[1].config
-    if doubt is not None:
-        _settle(doubt, network.config, found)
+    if best is not None:
+        found.mended = best[1].config if known and not best[1].shifted and not best[1].normed else None
     if found.faults:
         found.verdict = "fault"
     elif found.acceptance_length < HARDLY or len(texts) < FEW:
@@ -189,20 +191,38 @@ def diagnose(
     yield len(others), found
 
 
-def _settle(doubt: Doubt, config: DFlashConfig, found: Diagnosis) -> None:
-    """Put what a file leaves open first, with what the scores say of it."""
-    score = next((score for score in found.scores if score.name == OPEN), None)
-    wrong = score is not None and score.high < 0
-    if score is None:
-        told = ""
-    elif wrong:
-        told = "; full attention fits better"
-    elif score.low > 0:
-        told = "; its window fits better"
+def _settled(
+    doubt: Doubt, config: DFlashConfig, probe: "_Probe", texts: Sequence[tuple[list[int], int]], found: Diagnosis
+) -> DFlashConfig:
+    """The meaning of a file that leaves its window open, which all other readings are then compared with; notes the fault."""
+    full = probe.accepted(Reading("full attention", "", config), texts)
+    longest = max(len(ids) for ids, _ in texts)
+
+    def against(other: DFlashConfig) -> Score:
+        return _scored(probe, Reading("", "", other), texts, full)
+
+    if doubt.meant is not None:
+        score = against(doubt.meant)
+        told = "fits better" if score.low > 0 else "fits as well here"
+        if score.high < 0:
+            told = "does not fit: full attention is better"
+        found.faults.append(f"{doubt.sentence}; the window that it names {told}")
+        found.mended = doubt.meant if score.high >= 0 else config
+        return found.mended
+    seen = [window for window in doubt.tried if window < longest]
+    unseen = [window for window in doubt.tried if window >= longest][:1]  # all of these are one and the same here
+    scores = {window: against(doubt.tried[window]) for window in (*seen, *unseen)}
+    window = max(scores, key=lambda window: scores[window].difference)
+    if not scores[window].better(_mean(full)):
+        found.faults.append(f"{doubt.sentence}; no window that was tried fits better than full attention, so it is for you to say")
+        return config
+    if window in unseen:
+        size = f"longer than the {longest} tokens of these texts, so it is for you to say"
+        found.faults.append(f"{doubt.sentence}; its sliding layers are causal, as usual, and their window is {size}")
     else:
-        told = "; both fit alike here (answers may be too short to show it), and its window is what it was trained with"
-    found.faults.insert(0, doubt.sentence + told)
-    found.mended = found.mended or (doubt.other if score is not None and not wrong else config)
+        found.faults.append(f"{doubt.sentence}; {window} tokens fit best of those tried")
+        found.mended = doubt.tried[window]
+    return doubt.tried[window]
 
 
 def readings(config: DFlashConfig, target: Target, longest: int) -> Iterator[Reading]:

@@ -84,6 +84,7 @@ def measure(target: Target, drafter: DFlashDrafter) -> Costs:
         return short
     # What the caches hold does not matter: the target's zeros take as long as what a text would have left.
     behind = torch.randint(0, target.vocab_size, (1, far - near), generator=generator).to(target.device)
+    tree.truncate(0, near)  # forget the last draft
     tree.observe(0, behind, observed[:, :1].expand(-1, far - near, -1), [far - near])
     cache.lengths[0] = far
     return replace(short, longer=_measured(target, tree, cache, observed))

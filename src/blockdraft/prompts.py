@@ -92,6 +92,7 @@ def _checked(path: Path, number: int, line: str) -> list[list[Message]]:
     turns = _turns(path, number, line)
     try:
         for message in (message for turn in turns for message in turn):
+            _encodable(message["role"])
             _encodable(message["content"])
     except UsageError as error:
         raise UsageError(f"{path}, line {number}: {error}") from None
@@ -101,7 +102,7 @@ def _checked(path: Path, number: int, line: str) -> list[list[Message]]:
 def _turns(path: Path, number: int, line: str) -> list[list[Message]]:
     try:
         row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number may have too many digits, a list too many levels
         raise UsageError(f"{path}, line {number}: not valid JSON ({error})") from error
     if isinstance(row, dict):
         if isinstance(row.get("prompt"), str) and row["prompt"].strip():
@@ -110,7 +111,7 @@ def _turns(path: Path, number: int, line: str) -> list[list[Message]]:
         if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns):
             return [[{"role": "user", "content": turn}] for turn in turns]
         messages = row.get("messages")
-        if isinstance(messages, list) and messages and all(_is_message(m) for m in messages):
+        if isinstance(messages, list) and messages and all(_is_message(m) for m in messages) and messages[-1]["content"].strip():
             return [messages]
     raise UsageError(f"{path}, line {number}: a row needs a non-empty 'prompt', 'turns' or 'messages'")
 

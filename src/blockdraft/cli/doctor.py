@@ -1,7 +1,6 @@
 """``blockdraft doctor``: why a pair does not work, with figures, and a mended copy."""
 
 import argparse
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from blockdraft.errors import UsageError
 if TYPE_CHECKING:
     from blockdraft.doctor import Diagnosis, Doubt
     from blockdraft.drafters.dflash import DFlash
+    from blockdraft.formats.zlab import WindowOff
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -35,7 +35,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    from blockdraft.convert import read
+    from blockdraft.convert import check_place, read
     from blockdraft.doctor import diagnose
     from blockdraft.drafters.dflash import DFlash
     from blockdraft.formats import zlab
@@ -44,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.prompts import OWN_PROMPTS, read_prompts
 
     dialect = recognise(args.drafter)
-    if args.fix and args.fix.exists():
-        raise UsageError(f"{args.fix} exists; name another place for the mended drafter")
+    if args.fix:
+        if args.fix.exists():
+            raise UsageError(f"{args.fix} exists; name another place for the mended drafter")
+        check_place(args.fix, "zlab", False, (args.drafter, Path(args.target or "").expanduser()))
     if dialect.refused or dialect.family not in ("DFlash", "DFlash 2"):
         raise UsageError(f"{args.drafter}: {dialect.refused or f'the doctor reads DFlash drafters, not {dialect.family}'}")
     conversations = [turns[0] for turns in read_prompts(args.probe or OWN_PROMPTS)]
@@ -72,15 +74,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.verdict == "healthy" else 1
 
 
-def in_doubt(folder: Path, error: UsageError) -> "tuple[DFlash, Doubt]":
-    """A drafter that may slide or not, read as if it did not, and its other meaning."""
-    from blockdraft.doctor import Doubt
+def in_doubt(folder: Path, error: "WindowOff") -> "tuple[DFlash, Doubt]":
+    """A drafter that may slide or not, read as if it did not, and its other meanings."""
+    from blockdraft.doctor import WINDOWS, Doubt
     from blockdraft.formats import zlab
 
-    other = None
-    with contextlib.suppress(zlab.WindowOff):
-        other = zlab.read_config(folder, window=True)
-    return zlab.read(folder, window=False), Doubt(str(error), other)
+    meant = zlab.read_config(folder, window=error.size) if error.size else None
+    tried = {window: zlab.read_config(folder, window=window) for window in WINDOWS} if meant is None else {}
+    return zlab.read(folder, window=0), Doubt(str(error), meant, tried)
 
 
 def fix(found: "Diagnosis", network: "object", args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ the anchor and mask tokens; slot k predicts the token at its own position, ancho
 ``dflash/model.py``.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -25,6 +26,8 @@ from blockdraft.plain import PlainLayer, PlainLayers, fits, plain_layer
 from blockdraft.proposal import Proposal
 from blockdraft.sampling import best
 
+MOST_SLOTS = 4096  # of a block
+FARTHEST = 2**31 - 1  # positions
 UNREAD = 32  # most tokens of a row whose features wait for a draft; a tree leaves that much room behind a row
 
 
@@ -59,6 +62,20 @@ class DFlashConfig:
     softcap: float | None = None
     convolution: tuple[int, int] | None = None
     selector: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Whatever file it came from, a number that nothing can be drafted with is a ValueError that names it."""
+        if not 2 <= self.block_size <= MOST_SLOTS:
+            raise ValueError(f"block_size is {self.block_size}; it must be from 2, an anchor and a slot, to {MOST_SLOTS}")
+        for window in self.windows:
+            if window is not None and not (isinstance(window, int) and 1 <= window <= FARTHEST):
+                raise ValueError(f"sliding_window is {window!r}; it must be a whole number from 1 to {FARTHEST}")
+        if not 1 <= self.backbone.max_position_embeddings <= FARTHEST:
+            found = self.backbone.max_position_embeddings
+            raise ValueError(f"max_position_embeddings is {found}; it must be from 1 to {FARTHEST}")
+        for name in ("embedding_scale", "output_multiplier"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name):g}, not a positive number")
 
 
 class KeyValues(Protocol):

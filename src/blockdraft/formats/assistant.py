@@ -55,12 +55,14 @@ def read(folder: Path, target: Target) -> DFlash:
         kinds = raw.get("layer_types") or ["sliding_attention"] * layers  # defaults of transformers' class
         if len(kinds) != layers:
             raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
-        wide = int(raw.get("sliding_window") or 2048) + 1
+        wide = 1 + files.whole_number("sliding_window", 2048 if raw.get("sliding_window") is None else raw["sliding_window"])
+        if wide < 2 and "sliding_attention" in kinds:
+            raise ValueError(f"sliding_window is {wide - 1}; it must be at least 1")
         config = DFlashConfig(
             backbone=backbone,
-            block_size=int(raw["block_size"]),
-            mask_token_id=int(raw["mask_token_id"]),
-            taps=tuple(int(i) for i in raw["target_layer_ids"]),
+            block_size=files.whole_number("block_size", raw["block_size"]),
+            mask_token_id=files.whole_number("mask_token_id", raw["mask_token_id"]),
+            taps=tuple(files.whole_number("target_layer_ids", i) for i in raw["target_layer_ids"]),
             target_layers=len(target.layers),
             causal=(False,) * layers,
             windows=tuple(wide if kind == "sliding_attention" else None for kind in kinds),

@@ -79,6 +79,28 @@ def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     network.load_state_dict(tensors)
 
 
+def whole_number(key: str, value: Any) -> int:
+    """A whole number of a config; 1.7, "9" and true are none.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, not a whole number")
+    return value
+
+
+def flag(key: str, value: Any) -> bool:
+    """True or false of a config; "no" and 0 are neither.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, neither true nor false")
+    return value
+
+
 @contextmanager
 def building(place: Path) -> Iterator[None]:
     """Around what is built from a config: sizes, activations and rope kinds that no layer can have become one UsageError."""

@@ -19,7 +19,6 @@ from transformers import Qwen3Config
 from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
-from blockdraft.formats import zlab
 from blockdraft.formats.tokenizer import tokenizer_fields
 from blockdraft.store import write_whole
 from blockdraft.target import Target
@@ -252,8 +251,6 @@ def _meaning(header: Header, file: Path, target: Target) -> DFlashConfig:
     if len(pattern) != layers:
         raise UsageError(f"{file}: the window's pattern names {len(pattern)} layers, block_count is {layers}")
     slots = int(value("block_size", default=16))
-    if not 1 <= slots <= zlab.MOST_SLOTS:
-        raise UsageError(f"{file} says block_size = {slots}; it must be from 1 to {zlab.MOST_SLOTS}")
     taps = [int(i) for i in value("target_layers", "target_layer_ids")]
     mask = fields.get("tokenizer.ggml.mask_token_id")
     mask = value("mask_token_id") if mask is None else mask

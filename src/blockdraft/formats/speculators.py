@@ -185,16 +185,20 @@ def _dflash(folder: Path, raw: dict[str, Any], target: Target) -> DFlashConfig:
     kinds = backbone.layer_types or ["full_attention"] * backbone.num_hidden_layers
     windows = tuple(backbone.sliding_window if kind == "sliding_attention" else None for kind in kinds)
     if any(kind == "sliding_attention" for kind in kinds) and backbone.sliding_window is None:
-        raise UsageError(f"{folder}: sliding_attention layers without a window in force (use_sliding_window is false)")
+        raise UsageError(
+            f"{folder / 'config.json'}: sliding_attention layers without a window in force; set use_sliding_window to true and "
+            "sliding_window to the window it was trained with, in transformer_layer_config"
+        )
     second = raw["speculators_model_type"] == "dflash2"
-    causal = tuple(window is not None and not raw.get("sliding_window_non_causal", second) for window in windows)
-    sizes = [int(raw[key]) for key in SECOND] if second else []
+    non_causal = files.flag("sliding_window_non_causal", raw.get("sliding_window_non_causal", second))
+    causal = tuple(window is not None and not non_causal for window in windows)
+    sizes = [files.whole_number(key, raw[key]) for key in SECOND] if second else []
     if raw.get("mask_token_id") is None:
         raise UsageError(f"{folder / 'config.json'} has no 'mask_token_id': which token fills the empty slots is unknown")
     return DFlashConfig(
         backbone=backbone,
-        block_size=int(raw.get("block_size", 8)),
-        mask_token_id=int(raw["mask_token_id"]),
+        block_size=files.whole_number("block_size", raw.get("block_size", 8)),
+        mask_token_id=files.whole_number("mask_token_id", raw["mask_token_id"]),
         taps=_taps(raw.get("aux_hidden_state_layer_ids"), target),
         target_layers=len(target.layers),
         causal=causal,
@@ -213,7 +217,8 @@ def _eagle3(folder: Path, raw: dict[str, Any], target: Target) -> Eagle3Config:
     if backbone.num_hidden_layers != 1:
         raise UsageError(f"{folder} has {backbone.num_hidden_layers} layers; an EAGLE-3 drafter has one")
     taps = _taps(raw.get("eagle_aux_hidden_state_layer_ids"), target)
-    return Eagle3Config(backbone, int(raw.get("draft_vocab_size", 32000)), int(backbone.vocab_size), taps)
+    words = files.whole_number("draft_vocab_size", raw.get("draft_vocab_size", 32000))
+    return Eagle3Config(backbone, words, int(backbone.vocab_size), taps)
 
 
 def _layer_config(folder: Path, raw: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -234,7 +239,9 @@ def _refuse_width(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def _taps(inputs: list[int] | None, target: Target) -> tuple[int, ...]:
-    return tuple(int(i) - 1 for i in inputs) if inputs else default_taps(len(target.layers))
+    if not inputs:
+        return default_taps(len(target.layers))
+    return tuple(files.whole_number("aux_hidden_state_layer_ids", i) - 1 for i in inputs)
 
 
 def _non_causal(config: DFlashConfig) -> bool:

@@ -48,14 +48,17 @@ def read(folder: Path, target: Target) -> DFlash:
         raise UsageError(f"{folder / 'config.json'} has no {', '.join(missing)}: not a whole TorchSpec drafter")
     with files.building(folder / "config.json"):
         backbone = Qwen3Config(**{key: value for key, value in raw.items() if key in zlab.LAYERS.keys() - ELSEWHERE})
-        causal, windows = zlab.visibility_per_layer(raw, backbone)
+        try:
+            causal, windows = zlab.visibility_per_layer(raw, backbone)
+        except zlab.WindowOff as error:
+            raise UsageError(f"{folder / 'config.json'}: {error}") from None
         network = DFlash(
             DFlashConfig(
                 backbone=backbone,
-                block_size=int(raw["block_size"]),
-                mask_token_id=int(raw["mask_token_id"]),
-                taps=tuple(int(i) for i in raw["target_layer_ids"]),
-                target_layers=int(raw["target_num_hidden_layers"]),
+                block_size=files.whole_number("block_size", raw["block_size"]),
+                mask_token_id=files.whole_number("mask_token_id", raw["mask_token_id"]),
+                taps=tuple(files.whole_number("target_layer_ids", i) for i in raw["target_layer_ids"]),
+                target_layers=files.whole_number("target_num_hidden_layers", raw["target_num_hidden_layers"]),
                 causal=causal,
                 windows=windows,
             )

@@ -29,14 +29,21 @@ TOP = set(
     "sliding_window torch_dtype transformers_version use_sliding_window".split()
 )
 LAYERS = Qwen3Config().to_dict()
-MOST_SLOTS = 4096  # of a block
 
 
 class WindowOff(UsageError):
-    """Sliding layers, and no window in force: runtimes disagree about those."""
+    """Sliding layers, and no window in force: runtimes disagree about those.
+
+    Attributes:
+        size: of the window that the file names for all that; None: it names none.
+    """
+
+    def __init__(self, sentence: str, size: int | None):
+        super().__init__(sentence)
+        self.size = size
 
 
-def read(folder: Path, window: bool | None = None) -> DFlash:
+def read(folder: Path, window: int | None = None) -> DFlash:
     """A DFlash network in float32 or the file's dtype, on the CPU.
 
     Args:
@@ -100,11 +107,11 @@ def write(network: DFlash, folder: Path, dtype: torch.dtype = torch.bfloat16) ->
     files.write(raw, network, folder, dtype)
 
 
-def read_config(folder: Path, window: bool | None = None) -> DFlashConfig:
+def read_config(folder: Path, window: int | None = None) -> DFlashConfig:
     """The meaning of a z-lab ``config.json``.
 
     Args:
-        window: True puts ``sliding_window`` in force, False takes every layer for a full one; None: as the file says.
+        window: of the sliding layers, whatever the file says; 0: every layer is a full one; None: as the file says.
 
     Raises:
         WindowOff: layers slide, and no window is in force.
@@ -112,9 +119,11 @@ def read_config(folder: Path, window: bool | None = None) -> DFlashConfig:
     """
     raw = files.read_config(folder)
     if window is not None:
-        raw |= {"use_sliding_window": True} if window else {"layer_types": None}
+        raw |= {"use_sliding_window": True, "sliding_window": window} if window else {"layer_types": None}
     try:
         return _meaning(folder, raw)
+    except WindowOff as error:
+        raise WindowOff(f"{folder / 'config.json'}: {error}", error.size) from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
@@ -140,14 +149,14 @@ def _meaning(folder: Path, raw: dict[str, Any]) -> DFlashConfig:
     softcap = value("final_logit_softcapping")
     second: list[tuple[int, int] | None] = [None, None]
     if "DFlash2DraftModel" in (raw.get("architectures") or []):
-        sizes = [_whole_number(key, value(key), 1) for key in _SECOND]
+        sizes = [files.whole_number(key, value(key)) for key in _SECOND]
         second = [(sizes[0], sizes[1]), (sizes[2], sizes[3])]
     return DFlashConfig(
         backbone=backbone,
-        block_size=_whole_number("block_size", value("block_size", 16), 1, MOST_SLOTS),
-        mask_token_id=_whole_number("mask_token_id", value("mask_token_id")),
-        taps=tuple(_whole_number("target_layer_ids", i) for i in taps),
-        target_layers=_whole_number("num_target_layers", raw["num_target_layers"], 1),
+        block_size=files.whole_number("block_size", value("block_size", 16)),
+        mask_token_id=files.whole_number("mask_token_id", value("mask_token_id")),
+        taps=tuple(files.whole_number("target_layer_ids", i) for i in taps),
+        target_layers=files.whole_number("num_target_layers", raw["num_target_layers"]),
         causal=causal,
         windows=windows,
         embedding_scale=float(value("input_embedding_scale", 1.0)),
@@ -156,20 +165,6 @@ def _meaning(folder: Path, raw: dict[str, Any]) -> DFlashConfig:
         convolution=second[0],
         selector=second[1],
     )
-
-
-def _whole_number(key: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-        raise ValueError(f"{key} is {value!r}, not a whole number" + (f" of at least {least}" if least is not None else ""))
-    if most is not None and value > most:
-        raise ValueError(f"{key} is {value}; more than {most} cannot be meant")
-    return value
-
-
-def _flag(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} is {value!r}, neither true nor false")
-    return value
 
 
 def unknown_keys(raw: dict[str, Any]) -> list[str]:
@@ -200,20 +195,20 @@ def visibility_per_layer(raw: dict[str, Any], backbone: Qwen3Config) -> tuple[tu
     if len(types) != layers:
         raise UsageError(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
     sliding = [kind == "sliding_attention" for kind in types]
-    if any(sliding) and backbone.sliding_window is None:
+    if files.flag("use_swa", nested.get("use_swa") or False):
+        windows: list[int | None] = [files.whole_number("swa_window_size", nested.get("swa_window_size"))] * layers
+    elif any(sliding) and backbone.sliding_window is None:
+        size = raw.get("sliding_window")
         raise WindowOff(
-            "the drafter's config has sliding_attention layers but no window in force; set use_sliding_window to true and "
-            "sliding_window to the window it was trained with, or layer_types to full_attention"
+            "it has sliding_attention layers but no window in force; set use_sliding_window to true and sliding_window to the "
+            "window it was trained with, or layer_types to full_attention",
+            size if isinstance(size, int) and size > 0 else None,
         )
-    windows = [backbone.sliding_window if slides else None for slides in sliding]
-    if _flag("use_swa", nested.get("use_swa") or False):
-        windows = [nested["swa_window_size"]] * layers
-    for window in windows:
-        if window is not None:
-            _whole_number("the window", window, 1)
+    else:
+        windows = [backbone.sliding_window if slides else None for slides in sliding]
     flag = raw.get("is_causal")
     flag = nested.get("causal") if flag is None else flag
-    causal = sliding if flag is None else [_flag("is_causal", flag)] * layers
+    causal = sliding if flag is None else [files.flag("is_causal", flag)] * layers
     return tuple(causal), tuple(windows)
 
 
@@ -225,6 +220,11 @@ def _backbone(raw: dict[str, Any]) -> Qwen3Config:
     except Exception as error:  # transformers' own checks raise many kinds
         raise ValueError(" ".join(str(error).split())) from error
     rope: dict[str, Any] = dict(config.rope_parameters or {})
+    if raw.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+        warnings.warn(
+            f"rope_theta is {raw['rope_theta']} on top and {rope['rope_theta']} in rope_parameters; the latter is read, as in "
+            "transformers"
+        )
     partial = rope.get("partial_rotary_factor", 1.0)
     if partial != 1.0 and rope["rope_type"] == "default":
         warnings.warn(f"partial_rotary_factor {partial} has no effect on a Qwen3 drafter, in the reference and here")
