@@ -89,12 +89,13 @@ class Budget:
     Attributes:
         most: candidates of the largest tree.
         costs: at the context of the round that runs.
+        copies: whether copies are worth verifying where nothing is drafted.
     """
 
     def __init__(self, costs: Costs | None, block_size: int, fixed: int | None = None, clock: Callable[[], float] | None = None):
         assert (costs is None) == (fixed is not None), "a budget is fixed, or decided by costs"
         self._measured, self.block_size, self.fixed, self._clock = costs, block_size, fixed, clock
-        self.costs = costs
+        self.costs, self.copies = costs, True
         self.most = fixed or MOST
         self._nodes = Rates([math.exp(-BIN * (i + 0.5)) for i in range(BINS)])
         self._copies = Rates([0.9 - 0.7 * 0.75**length for length in range(LONG_MATCH + 1)])
@@ -134,7 +135,7 @@ class Budget:
             seconds = self._paces[DRAFTED].of(self.costs.of_draft(slots, rows) + self.costs.of_verify(verified))
             if (rate := (rows + gain) / seconds) > best_rate:
                 best, best_rate = slots, rate
-        without = self._rate_without(self.costs, matches, copied)
+        without, self.copies = self._rate_without(self.costs, matches, copied)
         if best_rate >= MARGIN * without:
             self._resting, self._pause = 0, FIRST_PAUSE
             self._spare = min(self._spare + best_rate / without - 1, SAVED)
@@ -144,15 +145,16 @@ class Budget:
         trial = self.costs.of_draft(self.block_size, rows) + self.costs.of_verify(verified)
         return self._rest(trial / self.costs.of_verify(rows) - 1)
 
-    def _rate_without(self, costs: Costs, matches: Sequence[int], copied: int) -> float:
-        """Tokens per second of a round that only copies: the best number of copied tokens, the same for every row."""
+    def _rate_without(self, costs: Costs, matches: Sequence[int], copied: int) -> tuple[float, bool]:
+        """Tokens per second of a round without a draft, and whether it copies: the best number of tokens for all rows."""
         rows, paces = len(matches), self._paces
         chains = [[math.exp(log) for log in self._copy_chain(match, copied)] for match in matches if match]
         gained = [0.0, *accumulate(sum(chain[i] for chain in chains) for i in range(copied if chains else 0))]
         sizes = {min(tokens - 1, len(gained) - 1) for tokens, _ in costs.verify}
-        return max(
-            (rows + gained[size]) / paces[COPIED if size else PLAIN].of(costs.of_verify(rows * (size + 1))) for size in sizes
-        )
+        plain = rows / paces[PLAIN].of(costs.of_verify(rows))
+        rates = [(rows + gained[size]) / paces[COPIED].of(costs.of_verify(rows * (size + 1))) for size in sizes if size]
+        best = max(rates, default=0.0)
+        return max(plain, best), best >= MARGIN * plain
 
     def _rest(self, dearer: float) -> int:
         """Plain rounds, and after a pause a trial; the dearer a trial is than a plain round, the longer the pause.

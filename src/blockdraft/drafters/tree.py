@@ -154,7 +154,7 @@ class TreeDrafter:
         copied = max(len(copy) for copy, _ in found)
         matches = [match for _, match in found]
         slots = min(self.budget.slots(matches, copied), max(widths))
-        if slots == 1 and copied == 0:
+        if slots == 1 and (copied == 0 or not self.budget.copies):
             self.budget.proposed([Pending([], [], [], 1, [], 0)] * len(found))
             return Proposal(anchors.new_empty(len(widths), 0), [1] * len(widths))
         copies, copy_logs = self._chains(found, copied, device)
