@@ -28,6 +28,7 @@ FIRST_ROUNDS = 3  # outcomes that what was expected at first weighs as much as
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds
 SHARE = 0.02  # of the time of plain rounds that trials may take from them
 SAVED = 4.0  # plain rounds' time that may be saved up for trials, and is there at first
+LOOK = 4  # rows that add one to the plain rounds that follow a plain round without another look
 MARGIN = 1.03  # drafting must look better than no drafting by this much: what looks best of several is overestimated
 
 
@@ -110,8 +111,18 @@ class Budget:
         self._began: float | None = None
         self._round: tuple[int, float] | None = None  # the one that runs: its kind and expected seconds
         self._resting, self._pause = 0, max(FIRST_PAUSE, self._pause // 4)
+        self._silent = 0  # plain rounds that follow without a look
 
     # ---- what a round looks like
+
+    def quiet(self) -> bool:
+        """Whether a round is plain without another look: with many rows, looking takes longer than it can bring."""
+        if self._silent == 0:
+            return False
+        self._silent -= 1
+        self._resting += 1
+        self._spare += SHARE
+        return True
 
     def slots(self, matches: Sequence[int], copied: int) -> int:
         """Slots to draft, the anchor included; 1: nothing, so a plain step unless something can be copied.
@@ -143,7 +154,9 @@ class Budget:
         if set(kinds) == {LONG_COPY}:  # copying alone is better now, which says nothing about drafting elsewhere
             return 1
         trial = self.costs.of_draft(self.block_size, rows) + self.costs.of_verify(verified)
-        return self._rest(trial / self.costs.of_verify(rows) - 1)
+        slots = self._rest(trial / self.costs.of_verify(rows) - 1)
+        self._silent = rows // LOOK if slots == 1 and not self.copies else 0
+        return slots
 
     def _rate_without(self, costs: Costs, matches: Sequence[int], copied: int) -> tuple[float, bool]:
         """Tokens per second of a round without a draft, and whether it copies: the best number of tokens for all rows."""
@@ -228,7 +241,7 @@ class Budget:
         self._began = self._round = None
         for i, tokens in enumerate(committed, row):
             pending, self._pending[i] = self._pending[i], None
-            if pending is None:  # a prompt
+            if pending is None or (pending.slots == 1 and not pending.tokens):  # a prompt, or a plain step
                 continue
             self._learn_nodes(pending, tokens[1:])
             self._learn_copy(pending, tokens[1:])

@@ -150,13 +150,14 @@ class TreeDrafter:
             raise UsageError("a tree's candidates are chosen, not drawn, so the rejection rule has no law for them; use tree=off")
         self.budget.begin(sum(len(history.tokens) for history in self.histories[: len(anchors)]) / len(anchors))
         device = anchors.device
+        if self.budget.quiet():
+            return self._plain(anchors)
         found = self._find(anchors.tolist(), widths)
         copied = max(len(copy) for copy, _ in found)
         matches = [match for _, match in found]
         slots = min(self.budget.slots(matches, copied), max(widths))
         if slots == 1 and (copied == 0 or not self.budget.copies):
-            self.budget.proposed([Pending([], [], [], 1, [], 0)] * len(found))
-            return Proposal(anchors.new_empty(len(widths), 0), [1] * len(widths))
+            return self._plain(anchors)
         copies, copy_logs = self._chains(found, copied, device)
         if slots > 1:
             logs, words = self.drafter.likely(anchors, [min(slots, width) for width in widths], self.budget.most)
@@ -175,6 +176,10 @@ class TreeDrafter:
             ]
         )
         return Proposal(tokens, [count + 1 for count in counts], parents)
+
+    def _plain(self, anchors: Tensor) -> Proposal:
+        self.budget.proposed([Pending([], [], [], 1, [], 0)] * len(anchors))
+        return Proposal(anchors.new_empty(len(anchors), 0), [1] * len(anchors))
 
     def _find(self, anchors: list[int], widths: Sequence[int]) -> list[tuple[list[int], int]]:
         """For each row, the copied continuation and how many tokens it matches."""
