@@ -331,6 +331,23 @@ def test_the_command_says_what_it_compared(target, tmp_path, capsys):
     assert "converts to      zlab, speculators, gguf, transformers" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("layout", ["zlab", "speculators", "gguf", "transformers"])
+def test_a_window_is_shown(layout, target, tmp_path, capsys):
+    """What a doctor may have to settle later is seen at a glance, in every layout."""
+    place = tmp_path / ("b.gguf" if layout == "gguf" else "b")
+    convert(source(target, tmp_path / "a", windows=(6, 6)), place, layout, target)
+    assert main(["inspect", str(place), "--json"]) == 0
+    size = 5 if layout == "transformers" else 6  # which counts one token more
+    assert json.loads(capsys.readouterr().out)["sliding window"] == f"{size} tokens, 2 of 2 layers"
+    if layout == "zlab":
+        rewrite(place, {"use_sliding_window": False})
+        main(["inspect", str(place)])
+        assert "6 tokens, 2 of 2 layers, switched off (blockdraft doctor" in capsys.readouterr().out
+    convert(source(target, tmp_path / "c"), tmp_path / "d", "zlab", target)
+    main(["inspect", str(tmp_path / "d")])
+    assert "sliding" not in capsys.readouterr().out
+
+
 def test_unknown_keys_are_listed(target, tmp_path, capsys):
     folder = source(target, tmp_path / "a")
     rewrite(folder, {"colour": "red", "shape": 3})

@@ -130,6 +130,10 @@ def _gguf(path: Path) -> Dialect:
         "mask token": fields.get("tokenizer.ggml.mask_token_id", fields.get(f"{arch}.mask_token_id")),
         "weights": ", ".join(sorted({kind for kind, _ in header.tensors.values()})),
     }
+    facts["causal"] = fields.get(f"{arch}.attention.causal")
+    if window := fields.get(f"{arch}.attention.sliding_window"):
+        sliding = [bool(slides) for slides in fields.get(f"{arch}.attention.sliding_window_pattern") or []]
+        facts["sliding window"] = f"{window} tokens, {sum(sliding)} of {len(sliding)} layers" if sliding else f"{window} tokens"
     taps = fields.get("dflash.target_layers", fields.get(f"{arch}.dflash.target_layer_ids"))
     facts["tapped layers"] = None if taps is None else [int(i) - header.merged for i in taps]
     trainer = "llama.cpp's converter or blockdraft" if header.merged else "a fork of llama.cpp before the merge"
@@ -157,5 +161,17 @@ def _sizes(raw: dict[str, Any], inputs: int = 0) -> dict[str, Any]:
         "vocabulary": value("vocab_size"),
         "words": value("draft_vocab_size"),
         "dtype": value("dtype", "torch_dtype"),
+        "causal": value("is_causal", "causal"),
+        "sliding window": _window(value("swa_window_size", "sliding_window"), value("use_swa", "use_sliding_window"), raw),
     }
     return {key: fact for key, fact in found.items() if fact is not None}
+
+
+def _window(size: Any, in_force: Any, raw: dict[str, Any]) -> str | None:
+    """What a config says of a window; None: nothing slides."""
+    kinds = raw.get("layer_types") or []
+    if "sliding_attention" not in kinds and not (raw.get("dflash_config") or {}).get("use_swa"):
+        return None
+    off = in_force is False or (in_force is None and raw.get("model_type") != assistant.MODEL_TYPE)
+    where = f"{kinds.count('sliding_attention')} of {len(kinds)} layers"
+    return f"{size} tokens, {where}" + (", switched off (blockdraft doctor tells what fits)" if off else "")
