@@ -60,8 +60,8 @@ def _step(target: Target) -> float:
 
 
 def _restored(found: dict[str, Any]) -> Costs:
-    points = (tuple((int(tokens), float(seconds)) for tokens, seconds in found[name]) for name in ("verify", "draft"))
-    return Costs(*points, int(found["context"]), _restored(found["longer"]) if found["longer"] is not None else None)
+    verify, draft = (tuple((int(tokens), float(seconds)) for tokens, seconds in found[name]) for name in ("verify", "draft"))
+    return Costs(verify, draft, int(found["context"]), _restored(found["longer"]) if found["longer"] is not None else None)
 
 
 def measure(target: Target, drafter: DFlashDrafter) -> Costs:
