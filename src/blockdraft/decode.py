@@ -179,8 +179,6 @@ class Decoder:
         """Each row's path of nodes, and its bonus token."""
         greedy = all(request.sampler.plain_greedy for request in self.active)
         choices = best(logits).tolist() if greedy else None
-        if choices is not None and proposal.tokens.shape[1] == 0:
-            return [[0]] * len(choices), [row[0] for row in choices]
         candidates = proposal.tokens.tolist()
         parents = proposal.parents.tolist() if proposal.parents is not None else None
         paths, bonuses = [], []
