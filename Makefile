@@ -21,7 +21,7 @@ test-reality: $(READY)
 results: $(READY)
 	$(BIN)/python benchmarks/results.py --write docs/results.md
 
-# Our drafter in other engines, each in an environment of its own (gigabytes the first time): about ten minutes on two cores.
+# Our drafter in other engines, each in an environment of its own (gigabytes, and llama.cpp built from source, the first time): about ten minutes on two cores after that.
 interop: $(READY)
 	$(BIN)/python benchmarks/interop.py
 
