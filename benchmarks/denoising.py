@@ -18,7 +18,7 @@ from pathlib import Path
 
 from blockdraft.training.config import read_config
 from blockdraft.training.trainer import Trainer
-from results import HERE, SHIPPED, put
+from results import HERE, SHIPPED, bench, put
 
 CONFIG = HERE.parent / "configs" / "smollm2-135m.yaml"
 BLOCKS = (4, 8, 16)
@@ -83,20 +83,15 @@ def steps_in(seconds: float, recipe: list[str]) -> int:
 def measured(args: argparse.Namespace, block: int, kind: str, folder: Path, steps: int) -> list[dict]:
     """The figures of one drafter, means over the tasks; a bench that was not done goes on."""
     methods = {1: "dflash", 2: "dflash:2", 4: "dflash:4"}
-    out = args.place / f"{block}-{kind}-bench.json"
     options = {
-        "drafter": folder,
         "data-dir": args.data_dir,
         "methods": ",".join(["ar", *(methods[count] for count in STEPS[kind])]),
         "dtype": "float32",
         "limit": args.limit,
         "max-new-tokens": args.tokens,
-        "out": out,
+        "out": args.place / f"{block}-{kind}-bench.json",
     }
-    command = [sys.executable, "-m", "blockdraft", "bench"]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    results = json.loads(out.read_text())["results"]
+    results = bench([folder], options)
     rows = []
     for count in STEPS[kind]:
         own = [row for row in results if row["method"] == methods[count]]

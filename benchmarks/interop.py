@@ -49,7 +49,7 @@ DIFFERING = {
         **VERSIONS,
     },
 }
-
+# And in which llama.cpp's converter does.
 GGUF_DIFFERING = {
     "dflash.logit_scale": "1 in theirs, the default",
     "dflash.rope.dimension_count": "the size of a head in ours, the default",

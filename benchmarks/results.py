@@ -10,6 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -64,10 +65,15 @@ def measured(args: argparse.Namespace, temperature: float) -> list[dict]:
         "out": out,
         "html": out.with_suffix(".html"),
     }
-    command = [sys.executable, "-m", "blockdraft", "bench", "--drafter", str(SHIPPED), "--drafter", str(args.eagle3)]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return bench((SHIPPED, args.eagle3), options)
+
+
+def bench(drafters: Sequence[Path], options: dict[str, object]) -> list[dict]:
+    """What ``blockdraft bench`` finds; ``options`` has its ``out``, from which it goes on."""
+    words = [("drafter", drafter) for drafter in drafters] + list(options.items())
+    command = [sys.executable, "-m", "blockdraft", "bench"] + [word for name, value in words for word in (f"--{name}", str(value))]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    return json.loads(out.read_text())["results"]
+    return json.loads(Path(str(options["out"])).read_text())["results"]
 
 
 def table(results: list[dict]) -> str:

@@ -31,7 +31,6 @@ SAVED = 4.0  # plain rounds' time that may be saved up for trials, and is there 
 LOOK = 4  # rows that add one to the plain rounds that follow a plain round without another look
 MARGIN = 1.03  # drafting must look better than no drafting by this much: what looks best of several is overestimated
 
-
 Points = tuple[tuple[int, float], ...]
 
 
@@ -241,7 +240,7 @@ class Budget:
         self._began = self._round = None
         for i, tokens in enumerate(committed, row):
             pending, self._pending[i] = self._pending[i], None
-            if pending is None or (pending.slots == 1 and not pending.tokens):  # a prompt, or a plain step
+            if pending is None:  # a prompt
                 continue
             self._learn_nodes(pending, tokens[1:])
             self._learn_copy(pending, tokens[1:])

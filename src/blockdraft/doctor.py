@@ -242,7 +242,7 @@ def readings(config: DFlashConfig, target: Target, longest: int) -> Iterator[Rea
     if any(config.windows):
         fault = f"its sliding window of {max(filter(None, config.windows))} tokens is not what it was trained with: none is better"
         yield Reading("no sliding window", fault, replace(config, windows=(None,) * len(config.windows)))
-    for window in (window for window in WINDOWS if window < longest and not any(config.windows)):
+    for window in () if any(config.windows) else (window for window in WINDOWS if window < longest):
         fault = f"a sliding window of {window} tokens fits better than the full attention it is read with: it was trained with one"
         yield Reading(f"sliding window {window}", fault, replace(config, windows=(window,) * len(config.windows)))
     yield from _ropes(config, target)

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.fix:
         if args.fix.exists():
             raise UsageError(f"{args.fix} exists; name another place for the mended drafter")
-        check_place(args.fix, "zlab", False, (args.drafter, Path(args.target or "").expanduser()))
+        check_place(args.fix, "zlab", False, (args.drafter, Path(args.target).expanduser()))
     if dialect.refused or dialect.family not in ("DFlash", "DFlash 2"):
         raise UsageError(f"{args.drafter}: {dialect.refused or f'the doctor reads DFlash drafters, not {dialect.family}'}")
     conversations = [turns[0] for turns in read_prompts(args.probe or OWN_PROMPTS)]

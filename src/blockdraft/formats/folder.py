@@ -1,7 +1,7 @@
 """A drafter folder: ``config.json`` and ``model.safetensors``, read with the faults said that people meet."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,15 @@ def whole_number(key: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}, not a whole number")
     return value
+
+
+def whole_numbers(key: str, values: Iterable[Any]) -> tuple[int, ...]:
+    """A list of whole numbers.
+
+    Raises:
+        ValueError: names the key.
+    """
+    return tuple(whole_number(key, value) for value in values)
 
 
 def flag(key: str, value: Any) -> bool:

@@ -241,7 +241,7 @@ def _refuse_width(folder: Path, raw: dict[str, Any]) -> None:
 def _taps(inputs: list[int] | None, target: Target) -> tuple[int, ...]:
     if not inputs:
         return default_taps(len(target.layers))
-    return tuple(files.whole_number("aux_hidden_state_layer_ids", i) - 1 for i in inputs)
+    return tuple(i - 1 for i in files.whole_numbers("aux_hidden_state_layer_ids", inputs))
 
 
 def _non_causal(config: DFlashConfig) -> bool:

@@ -57,7 +57,7 @@ def read(folder: Path, target: Target) -> DFlash:
                 backbone=backbone,
                 block_size=files.whole_number("block_size", raw["block_size"]),
                 mask_token_id=files.whole_number("mask_token_id", raw["mask_token_id"]),
-                taps=tuple(files.whole_number("target_layer_ids", i) for i in raw["target_layer_ids"]),
+                taps=files.whole_numbers("target_layer_ids", raw["target_layer_ids"]),
                 target_layers=files.whole_number("target_num_hidden_layers", raw["target_num_hidden_layers"]),
                 causal=causal,
                 windows=windows,

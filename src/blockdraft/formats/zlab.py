@@ -155,7 +155,7 @@ def _meaning(folder: Path, raw: dict[str, Any]) -> DFlashConfig:
         backbone=backbone,
         block_size=files.whole_number("block_size", value("block_size", 16)),
         mask_token_id=files.whole_number("mask_token_id", value("mask_token_id")),
-        taps=tuple(files.whole_number("target_layer_ids", i) for i in taps),
+        taps=files.whole_numbers("target_layer_ids", taps),
         target_layers=files.whole_number("num_target_layers", raw["num_target_layers"]),
         causal=causal,
         windows=windows,
