@@ -10,15 +10,16 @@ import time
 
 import pytest
 
+from blockdraft import kernels
 from blockdraft.cli.main import main
 from blockdraft.errors import UsageError
 from blockdraft.load import load_drafter, load_target
-from tests import test_parity
+from tests import test_parity, tiny
 
 FIELDS = (
     "text, token_ids, prompt_tokens, new_tokens, rounds, acceptance_length, acceptance_by_position, candidates_per_round, "
     "plain_rounds, tokens_per_second, "
-    "time_to_first_token_s, finish_reason, method, target, drafter, dtype, device, seed"
+    "time_to_first_token_s, finish_reason, method, target, drafter, dtype, device, kernels, seed"
 ).split(", ")
 
 
@@ -53,6 +54,29 @@ def test_json_has_exactly_the_documented_fields(pair, capsys):
     assert result["acceptance_length"] == pytest.approx((result["new_tokens"] - 1) / result["rounds"])
     assert result["acceptance_length"] == pytest.approx(1 + sum(result["acceptance_by_position"]), abs=1.0)
     assert len(result["acceptance_by_position"]) == 5
+
+
+@pytest.fixture
+def choosing():
+    """A command that chooses kernels chooses for the whole process."""
+    yield
+    kernels.use_kernels(True)
+
+
+def test_kernels_are_chosen_and_recorded(pair, choosing, capsys, tmp_path):
+    """Switched off, the same answer comes from torch; a demand that cannot be met is refused."""
+    here = "none" if kernels.library() is None else "layers"
+    results = {how: as_json(capsys, "hello", *pair, "--compile", how) for how in ("off", "auto")}
+    assert (results["off"]["kernels"], results["auto"]["kernels"]) == ("none", here)
+    assert results["off"]["token_ids"] == results["auto"]["token_ids"]
+    other = tiny.save_folder(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    status, _, err = run(capsys, "generate", "hello", "--target", other, "--method", "ar", "--compile", "on")
+    assert status == 2 and "--compile on" in err and err.count("\n") == 1
+    if here == "layers":
+        assert "not like Llama's" in err
+        assert as_json(capsys, "hello", *pair, "--compile", "on")["kernels"] == "layers"
 
 
 def test_ar_says_so_and_has_no_acceptance(pair, capsys):

@@ -20,6 +20,7 @@ from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
+from blockdraft.verification import own_reference
 from tests import tiny
 from tests.doubles import random_drafter
 
@@ -90,6 +91,36 @@ def test_linear_rows(rows, inputs, outputs, biased, narrow, seed):
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
     for row in {0, rows // 2, rows - 1}:
         assert torch.equal(layer(x[row : row + 1])[0], found[row])
+
+
+@pytest.fixture
+def unbuilt():
+    """As if this process had not asked for the kernels yet; afterwards too."""
+    kernels._built.cache_clear()
+    yield
+    kernels._built.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [(None, "there is no C compiler"), ("echo 'no -march' >&2; exit 1", "no -march"), ("exit 0", "No such file")],
+)
+def test_without_kernels_torch_computes_the_same_and_it_is_said_once(unbuilt, compiler, said, monkeypatch, tmp_path):
+    """No compiler, one that fails, and one that writes nothing."""
+    before = tiny.target()
+    if compiler is not None:
+        (tmp_path / "gcc").write_text(f"#!/bin/sh\n{compiler}\n")
+        (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "store"))
+    kernels._built.cache_clear()
+    with pytest.warns(UserWarning, match=said) as warned:
+        target = tiny.target()
+    assert len(warned) == 1 and target.kernels == "none" and said in kernels.why_none()
+    prompt = [5, 9, 20, 31]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    assert own_reference(target, prompt, params) == own_reference(before, prompt, params)
+    assert not list((tmp_path / "store").rglob("*.so"))
 
 
 PLAIN = {"llama", "llama-tied", "qwen2", "qwen3"}
@@ -209,7 +240,7 @@ def test_layers_that_only_look_plain(kind):
     prompt = tiny.prompt(100, 1)
     expected = tiny.greedy(model, prompt, 30)
     target = Target(model)
-    assert target.runs_plain == (kind == "a bias on the output")
+    assert (target.kernels == "layers") == (kind == "a bias on the output")
     request = Request(prompt, SamplingParams(max_new_tokens=30, stop_token_ids=()), target)
     list(decode(target, random_drafter(target), [request]))
     assert request.output == expected

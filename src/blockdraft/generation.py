@@ -42,6 +42,7 @@ class Completion:
         finish_reason: "stop", "length" or "interrupted".
         method: what ran: "ar", "dflash" (a chain), "dflash-tree", "lookup", "eagle3" (a chain), "eagle3-tree" or "draft-model".
         drafter: its name, or None.
+        kernels: what of the target ran in blockdraft's own: "layers", "operations" or "none" (``Target.kernels``).
         seed: of the noise; None for greedy decoding.
     """
 
@@ -62,6 +63,7 @@ class Completion:
     drafter: str | None
     dtype: str
     device: str
+    kernels: str
     seed: int | None
 
     def as_dict(self) -> dict[str, object]:
@@ -156,6 +158,7 @@ def completion(request: Request, target: Target, drafter: Drafter | None) -> Com
         drafter=drafter.name if drafter is not None else None,
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
+        kernels=target.kernels,
         seed=None if request.params.greedy else request.sampler.seed,
     )
 

@@ -2,7 +2,7 @@
 
 ``attend.c``: attention of a few positions over rows of unlike lengths. SDPA reads every row up to the longest one's end, and is
 slow with a handful of queries. ``layers.c``: linear layers over a handful of rows in float32 (``linear.c``), and whole layers of a
-Llama-like model (``plain.py``). Where no compiler is found, or the shapes are others, torch computes the same.
+Llama-like model (``plain.py``). Where there are none, or the shapes are others, torch computes the same, slower.
 """
 
 import ctypes
@@ -11,17 +11,20 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from blockdraft.progress import Progress
 from blockdraft.store import store_folder
 
 # No -ffast-math: sums keep the order that is written, and some compilers' libraries built so change how a whole process rounds.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 MOST_SIZE = 256  # as in attend.c
+_on = True
 
 
 class Linear(ctypes.Structure):
@@ -94,29 +97,57 @@ def attend_rows(
     return out
 
 
-@cache
-def library() -> ctypes.CDLL | None:
-    """The built kernels; None without a C compiler.
+def use_kernels(on: bool) -> None:
+    """Whether this process runs in these kernels, from the next target or drafter that it loads; at first it does."""
+    global _on
+    _on = on
 
-    It shares torch's OpenMP threads: torch has loaded a ``libgomp.so.1`` already, and a library of that name is loaded once.
+
+def library() -> ctypes.CDLL | None:
+    """The built kernels; None where they are switched off or could not be built, which is said once."""
+    built = _built() if _on else None
+    return built if isinstance(built, ctypes.CDLL) else None
+
+
+def why_none() -> str:
+    """Why there are no kernels, where ``library`` has none."""
+    return str(_built()) if _on else "they are switched off"
+
+
+@cache
+def _built() -> ctypes.CDLL | str:
+    """The kernels, or why there are none.
+
+    They share torch's OpenMP threads: torch has loaded a ``libgomp.so.1`` already, and a library of that name is loaded once.
     """
+    found = _build()
+    if isinstance(found, str):
+        warnings.warn(f"blockdraft's kernels for CPUs cannot be built ({found}): torch computes the same, several times slower")
+        return found
+    found.panel.restype = found.floats_of_work.restype = ctypes.c_int64
+    return found
+
+
+def _build() -> ctypes.CDLL | str:
     compiler = next((found for name in ("gcc", "cc") if (found := shutil.which(name))), None)
-    if compiler is None or platform.system() != "Linux":
-        return None
+    if platform.system() != "Linux":
+        return f"not on {platform.system()} yet"
+    if compiler is None:
+        return "there is no C compiler; install gcc"
     source = Path(__file__).with_name("layers.c")
     built = store_folder() / "kernels" / f"layers-{kernel_digest()}-{Path(compiler).name}.so"
     try:
         if not built.exists():
             built.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
+            with tempfile.TemporaryDirectory(dir=built.parent) as scratch, Progress("building kernels, once", 1):
                 made = Path(scratch) / built.name
                 subprocess.run([compiler, *FLAGS, str(source), "-o", str(made), "-lm"], check=True, capture_output=True)
                 made.replace(built)
-        loaded = ctypes.CDLL(str(built))
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    loaded.panel.restype = loaded.floats_of_work.restype = ctypes.c_int64
-    return loaded
+        return ctypes.CDLL(str(built))
+    except subprocess.CalledProcessError as cause:
+        return f"{compiler}: {cause.stderr.decode(errors='replace').strip().split(chr(10))[0]}"
+    except OSError as cause:
+        return str(cause)
 
 
 def kernel_digest() -> str:

@@ -144,7 +144,7 @@ def _key(target: Target, drafter: DFlashDrafter) -> str:
     drafted = (c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.num_attention_heads, drafter.block_size, drafter.taps)
     where = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else f"{processor()}{torch.get_num_threads()}"
     config = target.model.config.to_json_string()
-    paths = (target.packed_bytes > 0, target.runs_plain, drafter.packed_bytes > 0, kernel_digest())
+    paths = (target.packed_bytes > 0, target.kernels, drafter.packed_bytes > 0, kernel_digest())
     words = len(drafter.shortlist.ids) if drafter.shortlist is not None else 0
     facts = [FORMAT, torch.__version__, where, str(target.device), str(target.dtype), config, drafted, paths, words]
     described = json.dumps(facts)

@@ -19,6 +19,7 @@ from blockdraft.anatomy import Anatomy, dissect, first_tensor
 from blockdraft.attention import FEW, additive, attending_over, causal, visibility
 from blockdraft.cache import KVCache
 from blockdraft.errors import UsageError
+from blockdraft.kernels import library
 from blockdraft.packing import PackedLinear, pack_linears, unpack_linears
 from blockdraft.plain import PlainLayers, fits, plain_layer
 from blockdraft.proposal import Proposal
@@ -123,9 +124,12 @@ class Target:
             )
 
     @property
-    def runs_plain(self) -> bool:
-        """Whether few tokens go through the layers as one call (``plain.py``)."""
-        return self._plain is not None
+    def kernels(self) -> str:
+        """What of a pass over few tokens runs in blockdraft's own kernels: "layers", all as one call (``plain.py``); "operations",
+        attention and products one by one; or "none"."""
+        if self._plain is not None:
+            return "layers"
+        return "operations" if self.device.type == "cpu" and library() is not None else "none"
 
     def _proved_plain_layers(self, parts: Anatomy, ids: Tensor, error_of: Callable[[Tensor], float]) -> PlainLayers | None:
         """The layers as one call, if they look like a Llama's and compute what the model's own do; else None.

@@ -215,6 +215,7 @@ def environment(target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "kernels": target.kernels,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "git": _revision(),

@@ -21,6 +21,12 @@ def add_target(parser: argparse.ArgumentParser, dtype_help: str) -> "argparse._A
     group.add_argument("--dtype", help=f"float32, bfloat16 or float16; {dtype_help}")
     group.add_argument("--device", help="cpu, cuda, cuda:N or mps; default: the best there is")
     group.add_argument("--threads", type=positive, help="CPU threads; default: all cores")
+    group.add_argument(
+        "--compile",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="run layers as one call of C kernels: where that can be (default), or refuse, or never",
+    )
     return group
 
 
@@ -97,12 +103,23 @@ def load_target(args: argparse.Namespace, dtype: str | None = None) -> "Target":
 
     import blockdraft.load
     from blockdraft.errors import UsageError
+    from blockdraft.kernels import library, use_kernels, why_none
 
     if args.threads and args.threads > 4 * (os.cpu_count() or 1):
         raise UsageError(f"--threads {args.threads} is far above this machine's {os.cpu_count()} cores; use at most that many")
     if args.threads:
         torch.set_num_threads(args.threads)
-    return blockdraft.load.load_target(args.target, args.dtype or dtype, args.device, getattr(args, "exact", False))
+    use_kernels(args.compile != "off")
+    target = blockdraft.load.load_target(args.target, args.dtype or dtype, args.device, getattr(args, "exact", False))
+    if args.compile == "on" and target.kernels != "layers":
+        if target.device.type != "cpu":
+            reason = f"they are made for CPUs, not for {target.device.type}"
+        elif library() is None:
+            reason = why_none()
+        else:
+            reason = "its layers are not like Llama's, or oneDNN multiplies them faster"
+        raise UsageError(f"--compile on: {args.target} does not run in kernels here: {reason}. Leave --compile out")
+    return target
 
 
 def load(args: argparse.Namespace, dtype: str | None = None) -> "tuple[Target, Drafter | None]":
