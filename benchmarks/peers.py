@@ -116,6 +116,8 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=store_folder() / "peers")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if unknown := set(args.peers.split(",")) - set(METHODS):
+        parser.error(f"peer {sorted(unknown)[0]!r} is unknown; use {', '.join(METHODS)}")
     target = load_target(args.target, args.dtype)
     drafter = args.drafter or HERE.parent / "src" / "blockdraft" / "shipped" / args.target
     load_drafter(drafter, target)
@@ -144,22 +146,29 @@ def measure(args: argparse.Namespace, options: dict[str, str], prompts: list[lis
                 print(json.dumps({"method": method, "failed": str(error)}), flush=True)
     if not workers:
         raise SystemExit("no peer could be started")
-    for worker in workers:
-        worker.answer(prompts[0], 16)
     order, found = random.Random(0), {worker.method: [] for worker in workers}
-    for ids in prompts:
-        for worker in order.sample(workers, len(workers)):
-            found[worker.method].append(worker.answer(ids, args.tokens))
+    for ids in [prompts[0], *prompts]:  # the first time to warm up
+        alive = [worker for worker in workers if worker.method in found]
+        for worker in order.sample(alive, len(alive)):
+            try:
+                found[worker.method].append(worker.answer(ids, args.tokens))
+            except (ChildProcessError, BrokenPipeError) as error:  # the others go on without it
+                del found[worker.method]
+                print(json.dumps({"method": worker.method, "failed": str(error)}), flush=True)
+    found = {method: answers[1:] for method, answers in found.items()}
+    if not found:
+        raise SystemExit("no peer came to the end")
     reference = found.get("ar") or next(iter(found.values()))
     rows = []
     for method, answers in found.items():
-        pairs = list(zip(reference, answers, strict=True))
+        pairs = [(r, a) for r, a in zip(reference, answers, strict=True) if r["ids"] and a["ids"]]
+        ratios = [r["seconds"] / len(r["ids"]) / (a["seconds"] / len(a["ids"])) for r, a in pairs]
         rows.append(
             {
                 "method": method,
                 "tokens_per_second": sum(len(a["ids"]) for a in answers) / sum(a["seconds"] for a in answers),
-                "speedup": statistics.median(r["seconds"] / len(r["ids"]) / (a["seconds"] / len(a["ids"])) for r, a in pairs),
-                "identical": sum(r["ids"] == a["ids"] for r, a in pairs) / len(pairs),
+                "speedup": statistics.median(ratios) if ratios else None,
+                "identical": sum(r["ids"] == a["ids"] for r, a in zip(reference, answers, strict=True)) / len(answers),
                 "acceptance_length": acceptance(answers),
             }
         )

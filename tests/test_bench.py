@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import subprocess
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.doubles import random_drafter
 FIELDS = set(
     "task source method prompts new_tokens rounds acceptance_length acceptance_by_position first_slot_acceptance accepted_lengths "
     "tokens_per_second end_to_end_tokens_per_second time_to_first_token_s speedup speedup_low speedup_high identical_to_ar "
-    "model_bytes extra_bytes time_split".split()
+    "model_bytes extra_bytes time_split plain_rounds".split()
 )
 
 
@@ -35,7 +36,7 @@ def pair(tiny_folder, tmp_path_factory):
 
 
 def answer(count, seconds, accepted=(), ids=None):
-    return Answer(ids or list(range(count)), "", 0.5, seconds, seconds, len(accepted), list(accepted), 0.1, 0.2)
+    return Answer(ids or list(range(count)), "", 0.5, seconds, seconds, len(accepted), list(accepted), seconds, 0.1, 0.2)
 
 
 def of(*prompts):
@@ -99,7 +100,14 @@ def test_a_batch_is_timed_as_a_whole(pair):
     found = figures(measured, measured, True, 0)
     assert found["speedup"] == 1.0
     assert found["tokens_per_second"] == pytest.approx(57 / sum(a.wall_seconds for a in answers))
-    assert found["time_split"]["other"] > 0
+    split = found["time_split"]
+    assert split["other"] > 0
+    assert sum(split.values()) == pytest.approx(sum(a.round_seconds for a in answers) / found["rounds"])
+    assert sum(a.round_seconds for a in answers) < sum(a.decode_seconds for a in answers), "other prompts' passes are no rounds"
+    waited = [a.waited_seconds for a in answers]
+    assert waited == sorted(waited) and waited[0] == 0, "each prompt waits for those before it"
+    assert all(a.first_seconds > a.waited_seconds for a in answers)
+    assert (found["speedup_low"], found["speedup_high"]) == (None, None), "one batch is one ratio"
 
 
 def test_every_method_answers_alike(pair, tiny_folder):
@@ -131,8 +139,9 @@ def test_the_assistant_drafts_as_the_drafter_does(family, changes):
     prompt = tiny.prompt(11, 1)
     ours = Engine("dflash", target, drafter).answer([prompt], SamplingParams(max_new_tokens=24, ignore_eos=True))[0]
     theirs = Transformers.__new__(Transformers)
-    theirs.name, theirs.target, theirs.drafted, theirs.model, theirs.extra_bytes = "hf-dflash", target, True, plain, 0
-    theirs.options = {"assistant_model": AssistantDrafter(drafter, plain), "speculation_type": "dflash"}
+    theirs.name, theirs.target, theirs.drafted, theirs.model = "hf-dflash", target, True, plain
+    theirs.assistant = AssistantDrafter(drafter, plain)
+    theirs.options = {"assistant_model": theirs.assistant, "speculation_type": "dflash"}
     found = theirs.answer([prompt], SamplingParams(max_new_tokens=24, ignore_eos=True))[0]
     assert found.ids == ours.ids
     assert found.accepted == ours.accepted
@@ -165,6 +174,39 @@ def test_a_run_interleaves_and_takes_both_turns(pair):
     assert measured[4][1][0] > measured[0][1][0], "the second turn stands behind the first and its answer"
     assert len({tuple(name for name, _ in measured[i : i + 2]) for i in range(0, 20, 2)}) == 2, "in both orders"
     assert results[1]["identical_to_ar"] == 1.0
+
+
+def test_prompts_that_do_not_fit_are_left_out(pair, tiny_folder, tmp_path, capsys):
+    """The first one, which would warm up; and a whole task, after which the next is measured."""
+    long, short = "ab " * 400, "ab"
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (long, short)))
+    (tmp_path / "none.jsonl").write_text(json.dumps({"prompt": long}) + "\n")
+    (tmp_path / "last.jsonl").write_text(json.dumps({"prompt": short}) + "\n")
+    tasks = ",".join(str(tmp_path / f"{name}.jsonl") for name in ("some", "none", "last"))
+    arguments = ["bench", "--target", str(tiny_folder), "--dtype", "float32", "--tasks", tasks, "--max-new-tokens", "1"]
+    report = tmp_path / "r.html"
+    assert main([*arguments, "--drafter", str(pair[2]), "--methods", "ar,dflash", "--json", "--html", str(report)]) == 0
+    captured = capsys.readouterr()
+    assert [(r["task"], r["prompts"]) for r in json.loads(captured.out)["results"]] == [("some", 1)] * 2 + [("last", 1)] * 2
+    assert captured.err.count("leaves no room") == 2 and "no prompt of none fits into 512 tokens" in captured.err
+    assert "of a round" not in report.read_text(), "one token is no round, and there is nothing to draw of it"
+
+
+def test_the_revision_is_of_this_source_and_of_no_other(tmp_path, monkeypatch):
+    """Installed into an environment within somebody else's work tree, it has none."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    place = tmp_path / "venv" / "runner.py"
+    place.parent.mkdir()
+    place.write_text("")
+    (tmp_path / "theirs.txt").write_text("")
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "theirs.txt"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "theirs"], check=True)
+    monkeypatch.setattr(runner, "__file__", str(place))
+    assert runner._revision() is None
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "ours"], check=True)
+    assert runner._revision()
 
 
 def test_command_writes_json_and_one_html_file(pair, tiny_folder, tmp_path, capsys):
@@ -240,6 +282,7 @@ def test_an_interrupted_run_goes_on_with_the_next_task(pair, tiny_folder, tmp_pa
         (["--tasks", "poems"], "task 'poems' is unknown; use gsm8k"),
         (["--tasks", "gsm8k", "--data-dir", "nowhere"], "there is no nowhere/gsm8k.jsonl"),
         (["--out", "nowhere/at/all.json"], "for all.json; make it first"),
+        (["--html", "."], ". is a folder; name a file in it"),
         (["--tasks", "own", "--data-dir", "."], "--data-dir has no effect on these tasks"),
         (["--methods", "hf", "--batch", "2"], "hf is measured one prompt at a time"),
         (["--methods", "openai:http://127.0.0.1:9"], "is no OpenAI-compatible server"),
@@ -262,10 +305,17 @@ def test_tasks():
         read_tasks(["gsm8k"], None, 1)
 
 
-def test_memory_is_counted(pair):
+def test_memory_is_counted(pair, tiny_folder):
     target, drafter, _ = pair
     engine = Engine("dflash", target, drafter)
     engine.answer([tiny.prompt(5, 0)], SamplingParams(max_new_tokens=4))
     weights = sum(p.numel() * 4 for p in drafter.network.parameters())
     assert engine.extra_bytes > weights
     assert torch.tensor(Engine("ar", target, None).extra_bytes) == 0
+    assert engine.model_bytes > sum(p.numel() * 4 for p in target.model.parameters())
+    theirs = make_method("hf-dflash", target, [drafter], str(tiny_folder))
+    theirs.answer([tiny.prompt(5, 0)], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert theirs.model_bytes == sum(p.numel() * 4 for p in target.model.parameters())
+    c = drafter.config.backbone
+    entry = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4  # keys and values of a token
+    assert (theirs.extra_bytes - weights) % entry == 0 and theirs.extra_bytes - weights > 12 * entry

@@ -402,6 +402,11 @@ def test_python_names(pair):
         blockdraft.generate(target, "a", block_size=4)
 
 
+def test_rejection_with_nothing_to_reject_draws_from_the_target(pair, capsys):
+    result = as_json(capsys, "hello", *pair, "--temperature", "1", "--seed", "3", "--acceptance", "rejection", "--block-size", "1")
+    assert result["rounds"] == result["plain_rounds"] == result["new_tokens"] - 1 > 0
+
+
 def test_rejection_without_a_drafter_is_refused(pair, capsys):
     options = [*pair[:2], *pair[4:], "--method", "ar", "--temperature", "1", "--acceptance", "rejection"]
     status, out, err = run(capsys, "generate", "x", *options)

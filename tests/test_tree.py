@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blockdraft import probe
 from blockdraft.budget import MOST, SAVED, SHARE, Budget, Costs, Pending
-from blockdraft.decode import Decoder
+from blockdraft.decode import Decoder, decode
 from blockdraft.drafters.lookup import History, LookupDrafter
 from blockdraft.drafters.tree import TreeDrafter, grow
 from blockdraft.errors import UsageError
@@ -257,7 +257,7 @@ def test_nodes_are_the_optimum_of_the_cost_curve(logs, seed, rows):
         return (rows + rows * sum(gains[:n])) / (costs.of_draft(8 * rows) + costs.of_verify(rows * (n + 1)))
 
     best = max(rate(tokens - 1) for tokens, _ in costs.verify)
-    assert rate(chosen) == pytest.approx(best) or chosen == len(scores)
+    assert rate(chosen) >= best * (1 - 1e-6)
 
 
 def test_probabilities_are_corrected_by_outcomes():
@@ -419,6 +419,19 @@ def test_what_was_learned_about_a_drafter_stays(llama):
     assert with_tree(llama, drafter).budget is not with_tree(llama, random_drafter(llama)).budget
 
 
+@pytest.mark.parametrize("tree", ["off", 9])
+def test_a_drafter_works_for_one_decoding_at_a_time(llama, prompts, tree):
+    """Another one takes over its caches; going on with the first would draft from the wrong text."""
+    drafter = random_drafter(llama)
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    first, second = (decode(llama, with_tree(llama, drafter, tree), [Request(prompt, params, llama)]) for prompt in prompts[:2])
+    next(first)
+    next(second)
+    with pytest.raises(UsageError, match="work for another decoding"):
+        list(first)
+    list(second)
+
+
 def test_costs_are_measured_in_two_contexts_and_kept(llama, monkeypatch):
     monkeypatch.setattr(probe, "CONTEXTS", (8, 40))
     drafter = random_drafter(llama)
@@ -434,14 +447,19 @@ def test_costs_are_measured_in_two_contexts_and_kept(llama, monkeypatch):
 def test_costs_of_a_busy_machine_are_not_believed_later(llama, tmp_path, monkeypatch):
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     drafter = random_drafter(llama)
+    real, measured = probe.measure, []
+    monkeypatch.setattr(probe, "measure", lambda *pair: measured.append(1) or real(*pair))
+    monkeypatch.setattr(probe, "_step", lambda target: 0.01)  # a real step of a tiny target varies by more than is believed
     first = costs_of(llama, drafter)
-    assert costs_of(llama, drafter) == first or first.of_verify(1) < 1e-3, "a tiny target's steps may differ that much"
+    assert costs_of(llama, drafter) == first
+    assert len(measured) == 1, "the second time they come from the store"
     [place] = (tmp_path / "costs").iterdir()
     kept = json.loads(place.read_text())
     kept["verify"] = [[tokens, 100 * seconds] for tokens, seconds in kept["verify"]]
     kept["step"] *= 100
     place.write_text(json.dumps(kept))
     assert costs_of(llama, drafter).of_verify(1) < 50 * first.of_verify(1)
+    assert len(measured) == 2
 
 
 def test_a_large_tree_fits(llama, prompts):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from blockdraft.sampling import draw
+from blockdraft.sampling import double, draw
 
 
 def follow(tokens: Sequence[int], parents: Sequence[int] | None, choose: Callable[[int, list[int]], int]) -> tuple[list[int], int]:
@@ -65,5 +65,5 @@ def reject(
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """``max(p - q, 0)``, or p itself where rounding leaves nothing of it (p and q agree to the last bit)."""
-    rest = (p.double() - q.double()).clamp_min(0.0)
-    return rest if bool(rest.sum() > 0) else p.double()
+    rest = (double(p) - double(q)).clamp_min(0.0)
+    return rest if bool(rest.sum() > 0) else double(p)

@@ -7,16 +7,22 @@ stay the first ones of the caches.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from blockdraft.accept import follow, reject
 from blockdraft.drafters.base import Drafter
+from blockdraft.errors import UsageError
 from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import ACCEPT, best
 from blockdraft.target import Target
+
+# Which decoder a drafter's caches belong to: the one that began last.
+_at_work: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 
 
 @dataclass
@@ -26,7 +32,8 @@ class Round:
     Attributes:
         emitted: the requests that moved, with their new tokens.
         accepted: for each of them, how many of these tokens were drafted.
-        draft_seconds, verify_seconds, seconds: in the drafter, in the target, and all in all.
+        draft_seconds, verify_seconds, seconds: in the drafter, in the target, and all in all. On a device that works on while
+            Python goes ahead (CUDA, MPS) the first two are when calls came back, not when they were done.
         prefill: True for the pass over a prompt, which emits the first token.
     """
 
@@ -58,6 +65,7 @@ class Decoder:
         self.cache = target.new_cache(rows, capacity + room)
         if drafter is not None:
             drafter.reset(rows, capacity + room)
+            _at_work[_network_holder(drafter)] = self._token = object()
         self.active: list[Request] = []
         self._held: dict[int, Request] = {}  # what each row's caches were filled by
 
@@ -69,6 +77,7 @@ class Decoder:
             reuse: keep the part of the row's caches that the prompt shares with the request before it.
         """
         began = time.perf_counter()
+        self._refuse_shared_drafter()
         request.block_size = self.block_size
         if request.finish_reason is not None:
             return Round(prefill=True)
@@ -127,10 +136,18 @@ class Decoder:
     def round(self) -> Round:
         """One pass over all rows in flight."""
         began = time.perf_counter()
+        self._refuse_shared_drafter()
         round = self._plain_round() if self.drafter is None else self._draft_round(self.drafter)
         self._clock(round, began, self.active)
         self.retire()
         return round
+
+    def _refuse_shared_drafter(self) -> None:
+        if self.drafter is not None and _at_work.get(_network_holder(self.drafter)) is not self._token:
+            raise UsageError(
+                "the drafter has begun to work for another decoding, and its caches with it; finish one before the next, or load "
+                "a drafter for each"
+            )
 
     def abandon(self) -> None:
         """Give up all requests in flight. An interrupt may have left target and drafter apart, so nothing is reused."""
@@ -166,27 +183,28 @@ class Decoder:
         clock = time.perf_counter()
         logits, features = self.target.verify(self.cache, anchors, proposal, self.taps)
         round.verify_seconds = time.perf_counter() - clock
-        paths, bonuses = self._accept(proposal, logits)
+        candidates = proposal.tokens.tolist()
+        paths, bonuses = self._accept(proposal, candidates, logits)
         self.target.commit(self.cache, paths)
-        self._book(round, proposal, paths, bonuses)
+        self._book(round, proposal.widths, candidates, paths, bonuses)
         clock = time.perf_counter()
         tokens, features, counts = _along(paths, torch.cat([anchors[:, None], proposal.tokens], dim=1), features)
         drafter.observe(0, tokens, features, counts)
         round.draft_seconds += time.perf_counter() - clock
         return round
 
-    def _accept(self, proposal: Proposal, logits: Tensor) -> tuple[list[list[int]], list[int]]:
+    def _accept(self, proposal: Proposal, candidates: list[list[int]], logits: Tensor) -> tuple[list[list[int]], list[int]]:
         """Each row's path of nodes, and its bonus token."""
         greedy = all(request.sampler.plain_greedy for request in self.active)
         choices = best(logits).tolist() if greedy else None
-        candidates = proposal.tokens.tolist()
         parents = proposal.parents.tolist() if proposal.parents is not None else None
         paths, bonuses = [], []
         for i, request in enumerate(self.active):
             tokens = candidates[i][: proposal.widths[i] - 1]
             if request.params.acceptance == "rejection":
-                assert proposal.probabilities is not None and parents is None
-                path, bonus = self._reject(request, tokens, proposal.probabilities[i], logits[i])
+                laws = proposal.probabilities
+                assert parents is None and (laws is not None or not tokens), "rejection needs a chain whose tokens were drawn"
+                path, bonus = self._reject(request, tokens, laws[i] if laws is not None else logits[i, :0], logits[i])
             elif choices is not None:
                 row = choices[i]
                 path, bonus = follow(tokens, parents and parents[i], lambda node, _, row=row: row[node])  # type: ignore[misc]
@@ -220,14 +238,15 @@ class Decoder:
                 tokens[i], laws[i] = request.sampler.draw_draft(logits[i], len(request.prompt) + len(request.output))
         return tokens, laws
 
-    def _book(self, round: Round, proposal: Proposal, paths: list[list[int]], bonuses: list[int]) -> None:
+    def _book(
+        self, round: Round, widths: Sequence[int], candidates: list[list[int]], paths: list[list[int]], bonuses: list[int]
+    ) -> None:
         """Emit each row's accepted candidates and bonus, as far as the request goes."""
-        candidates = proposal.tokens.tolist()
         for i, request in enumerate(self.active):
             tokens = [candidates[i][node - 1] for node in paths[i][1:]]
             emitted = request.extend([*tokens, bonuses[i]])
             accepted = min(emitted, len(tokens))
-            request.count_round(proposal.widths[i] - 1, range(1, accepted + 1))
+            request.count_round(widths[i] - 1, range(1, accepted + 1))
             round.emitted.append((request, [*tokens, bonuses[i]][:emitted]))
             round.accepted.append(accepted)
 
@@ -263,6 +282,11 @@ class Decoder:
         self.cache.truncate(row, length)
         if self.drafter is not None:
             self.drafter.truncate(row, length)
+
+
+def _network_holder(drafter: Drafter) -> Any:
+    """What keeps the caches: a tree drafter has them in the drafter that it grows trees from."""
+    return getattr(drafter, "drafter", drafter)
 
 
 def _along(paths: list[list[int]], tokens: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None, list[int]]:

@@ -16,6 +16,7 @@ from blockdraft.cache import KVCache
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.kernels import kernel_digest, processor
+from blockdraft.progress import Progress
 from blockdraft.proposal import Proposal
 from blockdraft.store import store_folder, write_whole
 from blockdraft.target import Target
@@ -42,7 +43,8 @@ def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
     except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
         pass
     began = time.perf_counter()
-    costs = measure(target, drafter)
+    with Progress("Measuring what tokens cost here, once", 1):
+        costs = measure(target, drafter)
     if time.perf_counter() - began > 1:
         print("blockdraft: measured what tokens cost on this machine, once; kept for the next start", file=sys.stderr)
     try:

@@ -149,10 +149,11 @@ class Sampler:
         Each token has its own noise, so rounding of the scores can only swap tokens whose perturbed scores nearly tie.
         (Inverting the cumulative distribution at one number would let every rounding error move every edge behind it.)
         """
+        scores = double(scores)
         possible = scores.isfinite().nonzero()[:, 0]
         noise = counter_gumbel(possible.cpu().numpy(), self.seed, self.row, position, CHOICE)
-        perturbed = torch.full_like(scores, float("-inf"), dtype=torch.float64)
-        perturbed[possible] = scores[possible].double() + torch.from_numpy(noise).to(scores.device)
+        perturbed = torch.full_like(scores, float("-inf"))
+        perturbed[possible] = scores[possible] + torch.from_numpy(noise).to(scores.device)
         return perturbed
 
     def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
@@ -175,9 +176,14 @@ def best(logits: Tensor) -> Tensor:
     return logits.max(dim=-1).indices
 
 
+def double(x: Tensor) -> Tensor:
+    """In float64; on the CPU where its own device has none (Apple's MPS)."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
 def draw(probabilities: Tensor, uniform: float) -> int:
     """Invert the cumulative distribution ``[vocabulary]`` at ``uniform``; never a token of probability zero."""
-    cumulative = probabilities.double().cumsum(-1)
+    cumulative = double(probabilities).cumsum(-1)
     total = cumulative[-1:]
     index = torch.searchsorted(cumulative, total * uniform, right=True)
     if int(index) >= len(cumulative):  # uniform * total rounded up to total

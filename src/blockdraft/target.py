@@ -279,7 +279,7 @@ class Target:
         # Padding may point beyond the last position that the model has an embedding for.
         positions = (cache.positions_behind(0, rows, 1) + depths).clamp(max=self.context - 1)
         cache.open(0, positions, proposal.visible())
-        return self._forward(cache, tokens, positions, taps)
+        return self._forward(cache, tokens, positions, taps, few=True)
 
     def commit(self, cache: KVCache, paths: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of each row's path (node 0, the anchor, first) and forget the other candidates."""
@@ -321,10 +321,17 @@ class Target:
     # ---- one forward pass
 
     def _forward(
-        self, cache: KVCache, tokens: Tensor, positions: Tensor, taps: Sequence[int] = (), keep: int | Tensor = 0
+        self,
+        cache: KVCache,
+        tokens: Tensor,
+        positions: Tensor,
+        taps: Sequence[int] = (),
+        keep: int | Tensor = 0,
+        few: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        """Logits and features. A pass that must equal plain steps to the bit counts as one over ``few`` tokens, however many."""
         self.forwards += 1
-        if self._plain is not None and tokens.shape[1] <= FEW:
+        if self._plain is not None and (few or tokens.shape[1] <= FEW):
             return self._plain_forward(self._plain, cache, tokens, positions, taps, keep)
         arguments: dict[str, object] = {self._cache_argument: cache, "use_cache": True}
         if self._keeps_logits and not (isinstance(keep, int) and keep == 0):

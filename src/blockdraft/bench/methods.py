@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from blockdraft.decode import decode
+from blockdraft.decode import Round, decode
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3Drafter
@@ -43,12 +43,15 @@ class Answer:
     Attributes:
         ids: emitted tokens.
         text: what they say.
-        first_seconds: until the first token.
+        first_seconds: until the first token, from when the batch began.
         decode_seconds: from the first token to the last.
         wall_seconds: this prompt's share of the time that its batch took to decode; alone, the same.
+        waited_seconds: of ``first_seconds``, for the prompts before it in its batch.
         rounds: target passes after the prompt's; 0 where there is no drafter or they cannot be seen.
+        plain_rounds: those of them that verified no candidate.
         accepted: drafted tokens emitted in each round.
-        draft_seconds, verify_seconds: in drafter and target, of ``decode_seconds``; None where they cannot be seen.
+        round_seconds, draft_seconds, verify_seconds: of its rounds, all in all, in the drafter and in the target; None where they
+            cannot be seen: outside this engine, and on devices that work on while Python goes ahead.
     """
 
     ids: list[int]
@@ -58,14 +61,19 @@ class Answer:
     wall_seconds: float
     rounds: int = 0
     accepted: list[int] = field(default_factory=list)
+    round_seconds: float | None = None
     draft_seconds: float | None = None
     verify_seconds: float | None = None
+    waited_seconds: float = 0.0
+    plain_rounds: int = 0
 
-    def took_part(self, accepted: int, draft: float, verify: float) -> None:
-        """Book a round."""
+    def took_part(self, accepted: int, round: Round, seen: bool) -> None:
+        """Book a round; ``seen``: whether its times are known."""
         self.accepted.append(accepted)
-        self.draft_seconds = (self.draft_seconds or 0.0) + draft
-        self.verify_seconds = (self.verify_seconds or 0.0) + verify
+        if seen:
+            self.round_seconds = (self.round_seconds or 0.0) + round.seconds
+            self.draft_seconds = (self.draft_seconds or 0.0) + round.draft_seconds
+            self.verify_seconds = (self.verify_seconds or 0.0) + round.verify_seconds
 
 
 class Method(Protocol):
@@ -73,11 +81,13 @@ class Method(Protocol):
 
     Attributes:
         drafted: whether rounds mean anything.
+        model_bytes: of the target's weights, packed copies included; None: unknown.
         extra_bytes: memory that plain decoding would not need, measured after the last call; None: unknown.
     """
 
     name: str
     drafted: bool
+    model_bytes: int | None
     extra_bytes: int | None
 
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]: ...
@@ -132,7 +142,10 @@ def make_method(name: str, target: Target, drafters: Sequence[LoadedDrafter], mo
         return Engine(name, target, drafter.with_denoising(int(detail)))
     if name in ("ar", "lookup", "dflash", "dflash-tree"):
         made: Drafter | None = {"ar": None, "lookup": LookupDrafter()}.get(name, drafter)
-        return Engine(name, target, with_tree(target, made, "auto" if name == "dflash-tree" else "off"))
+        made = with_tree(target, made, "auto" if name == "dflash-tree" else "off")
+        if made is not None and made.method != name:
+            raise UsageError(f"method {name} needs more context than {target.name}'s {target.context} tokens; measure it as dflash")
+        return Engine(name, target, made)
     if kind == "dflash-tree":
         return Engine(name, target, with_tree(target, drafter, int(detail)))
     return Transformers(name, target, drafter if name == "hf-dflash" else None, model)
@@ -144,25 +157,32 @@ class Engine:
     def __init__(self, name: str, target: Target, drafter: Drafter | None):
         self.name, self.target, self.drafter = name, target, drafter
         self.drafted = drafter is not None
+        self.model_bytes: int | None = _bytes(target.model) + target.packed_bytes
         self.extra_bytes: int | None = 0
 
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
         requests = [Request(prompt, params, self.target, row) for row, prompt in enumerate(prompts)]
         answers = {id(request): Answer([], "", 0.0, 0.0, 0.0) for request in requests}
-        wall = 0.0
+        wall = prompts_seconds = 0.0
+        seen = self.target.device.type == "cpu"
         for round in decode(self.target, self.drafter, requests, len(requests)):
             if round.prefill:
+                for request, _ in round.emitted:
+                    answers[id(request)].waited_seconds = prompts_seconds
+                prompts_seconds += round.seconds
                 continue
             wall += round.seconds
             for (request, _), count in zip(round.emitted, round.accepted, strict=True):
                 if self.drafted:
-                    answers[id(request)].took_part(count, round.draft_seconds, round.verify_seconds)
+                    answers[id(request)].took_part(count, round, seen)
         if self.drafter is not None:
             self.extra_bytes = self.drafter.bytes()
         for request in requests:
             answer = answers[id(request)]
             answer.ids, answer.text, answer.rounds = list(request.output), request.text, request.rounds
-            answer.first_seconds, answer.decode_seconds = request.prefill_seconds, request.decode_seconds
+            answer.plain_rounds = request.plain_rounds
+            answer.first_seconds = answer.waited_seconds + request.prefill_seconds
+            answer.decode_seconds = request.decode_seconds
             answer.wall_seconds = wall / len(requests)
         return list(answers.values())
 
@@ -174,11 +194,12 @@ class Transformers:
         self.name, self.target, self.drafted = name, target, drafter is not None
         # The weights once more: this engine packs those of its own copy.
         self.model: PreTrainedModel = load_model(model, target.dtype, str(target.device))[0].eval()
+        self.model_bytes: int | None = _bytes(self.model)
         self.extra_bytes: int | None = 0
         self.options: dict[str, Any] = {}
         if drafter is not None:
-            self.options = {"assistant_model": AssistantDrafter(drafter, self.model), "speculation_type": "dflash"}
-            self.extra_bytes = sum(p.numel() * p.element_size() for p in drafter.network.parameters())
+            self.assistant = AssistantDrafter(drafter, self.model)
+            self.options = {"assistant_model": self.assistant, "speculation_type": "dflash"}
 
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
         if len(prompts) > 1:
@@ -203,12 +224,18 @@ class Transformers:
                 **self.options,
             )
         ended = time.perf_counter()
+        if self.drafted:
+            self.extra_bytes = _bytes(self.assistant.network) + self.assistant.cache_bytes
         new = out[0, ids.shape[1] :].tolist()
         tokenizer = self.target.tokenizer
         text = str(tokenizer.decode(new, skip_special_tokens=True)) if tokenizer is not None else ""
         first = clock.times[0] if clock.times else ended
         grown = clock.grown[1:] if self.drafted else []
         return [Answer(new, text, first - began, ended - first, ended - first, len(grown), [count - 1 for count in grown])]
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 class _Clock(StoppingCriteria):
@@ -240,6 +267,7 @@ class Server:
         if target.tokenizer is None:
             raise UsageError("openai:URL needs a target with a tokenizer, to count a server's tokens")
         self.name, self.target, self.drafted = name, target, False
+        self.model_bytes: int | None = None
         self.extra_bytes: int | None = None
         base = url.rstrip("/")
         self._http = httpx.Client(base_url=base if base.endswith("/v1") else f"{base}/v1", timeout=600)
@@ -261,19 +289,25 @@ class Server:
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "stream": True,
+            **({"seed": params.seed} if params.seed is not None else {}),
         }
-        text, first, began = "", None, time.perf_counter()
+        text, first, ended_itself, began = "", None, False, time.perf_counter()
         try:
             with self._http.stream("POST", "/completions", json=body) as response:
                 response.raise_for_status()
                 for line in response.iter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
-                    text += json.loads(line[6:])["choices"][0].get("text") or ""
+                    choice = json.loads(line[6:])["choices"][0]
+                    text += choice.get("text") or ""
+                    ended_itself = ended_itself or choice.get("finish_reason") == "stop"
                     first = first or time.perf_counter()
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise BlockdraftError(f"{self.name} failed: {error}") from error
         ended = time.perf_counter()
         first = first or ended
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ended_itself and self.target.end_tokens:  # the last token that it generated has no text
+            own = tokenizer.eos_token_id
+            ids.append(own if own in self.target.end_tokens else self.target.end_tokens[0])
         return [Answer(ids, text, first - began, ended - first, ended - first)]

@@ -136,7 +136,7 @@ def _speedups(results: list[dict[str, Any]]) -> "Figure | None":
     for place, method in enumerate(methods):
         own = [r for r in shown if r["method"] == method]
         x = [tasks.index(r["task"]) + (place - (len(methods) - 1) / 2) * 0.8 / len(methods) for r in own]
-        below, above = ([abs(r["speedup"] - r[key]) for r in own] for key in ("speedup_low", "speedup_high"))
+        below, above = ([abs(r["speedup"] - (r[key] or r["speedup"])) for r in own] for key in ("speedup_low", "speedup_high"))
         axes.bar(x, [r["speedup"] for r in own], 0.72 / len(methods), yerr=[below, above], capsize=2, label=method)
     axes.axhline(1, color="black", linewidth=1)
     axes.set_xticks(range(len(tasks)), tasks)
@@ -162,7 +162,7 @@ def _depths(results: list[dict[str, Any]]) -> "Figure | None":
 
 def _lengths(results: list[dict[str, Any]]) -> "Figure | None":
     """All tasks together."""
-    shown = [r for r in results if r["accepted_lengths"]]
+    shown = [r for r in results if sum(r["accepted_lengths"] or [])]
     if not shown:
         return None
     figure, axes = _canvas()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,11 @@ def run(
     """
     finished = {result["task"] for result in results}
     tasks = [task for task in tasks if task.name not in finished]
-    if not tasks:
-        return
-    for method in methods:  # first calls create kernels, and measure costs: keep them out
-        _warm_up(target, method, tasks, params, batch)
+    firsts = (encode(target, conversation[0]) for task in tasks for conversation in task.conversations)
+    fitting = list(islice((ids for ids in firsts if len(ids) + 1 < target.context), batch))
+    for method in methods if fitting else ():  # first calls create kernels, and measure costs: keep them out
+        short = SamplingParams(**{**vars(params), "max_new_tokens": min(24, params.max_new_tokens), "ignore_eos": True})
+        method.answer(fitting, short)
     done = 0
     for task in tasks:
         order = random.Random(f"{seed}/{task.name}")  # the same one whether the run was interrupted or not
@@ -98,8 +100,11 @@ def run(
                     measured[name].add(answers)
                     for place, i in enumerate(rows):
                         histories[name][i].append({"role": "assistant", "content": answers[place][0].text})
-        results += summarise(target, task, methods, measured, seed)
-        keep()
+        if any(found.answers for found in measured.values()):
+            results += summarise(target, task, methods, measured, seed)
+            keep()
+        else:
+            print(f"blockdraft: no prompt of {task.name} fits into {target.context} tokens; nothing measured", file=sys.stderr)
 
 
 def _room(target: Target, histories: list[list[dict[str, str]]], task: str) -> bool:
@@ -111,12 +116,6 @@ def _room(target: Target, histories: list[list[dict[str, str]]], task: str) -> b
     return False
 
 
-def _warm_up(target: Target, method: Method, tasks: Sequence[Task], params: SamplingParams, batch: int) -> None:
-    first = [encode(target, conversation[0]) for conversation in tasks[0].conversations[:batch]]
-    short = SamplingParams(**{**vars(params), "max_new_tokens": min(24, params.max_new_tokens), "ignore_eos": True})
-    method.answer(first, short)
-
-
 def _groups(conversations: Sequence[Conversation], size: int) -> list[Sequence[Conversation]]:
     return [conversations[start : start + size] for start in range(0, len(conversations), size)]
 
@@ -126,14 +125,13 @@ def summarise(
 ) -> list[dict[str, Any]]:
     """One result per method."""
     plain = measured.get("ar")
-    model_bytes = sum(p.numel() * p.element_size() for p in target.model.parameters()) + target.packed_bytes
     return [
         {
             "task": task.name,
             "source": task.source,
             "method": method.name,
             **figures(measured[method.name], plain, method.drafted, seed),
-            "model_bytes": model_bytes,
+            "model_bytes": method.model_bytes,
             "extra_bytes": method.extra_bytes,
         }
         for method in methods
@@ -143,9 +141,10 @@ def summarise(
 def figures(measured: Measured, plain: Measured | None, drafted: bool, seed: int) -> dict[str, Any]:
     """Everything that answers tell; times are medians over repeats, rates and shares are pooled over prompts."""
     first = [repeats[0] for repeats in measured.answers]
-    walls = [sorted(repeats)[len(repeats) // 2] for repeats in measured.batches]  # the median repeat
-    decode = sum(seconds for seconds, _ in walls)
+    decode = sum(statistics.median(seconds for seconds, _ in repeats) for repeats in measured.batches)
+    decoded = sum(statistics.median(count for _, count in repeats) for repeats in measured.batches)
     start = [statistics.median(a.first_seconds for a in repeats) for repeats in measured.answers]
+    prompts = sum(statistics.median(a.first_seconds - a.waited_seconds for a in repeats) for repeats in measured.answers)
     tokens, rounds = sum(len(a.ids) for a in first), sum(a.rounds for a in first)
     behind = sum(max(0, len(a.ids) - 1) for a in first)  # tokens after the first one, whose time is the prompt's
     accepted = [count for a in first for count in a.accepted]
@@ -156,12 +155,13 @@ def figures(measured: Measured, plain: Measured | None, drafted: bool, seed: int
         "prompts": len(first),
         "new_tokens": tokens,
         "rounds": rounds if drafted else 0,
+        "plain_rounds": sum(a.plain_rounds for a in first) if drafted else 0,
         "acceptance_length": behind / rounds if drafted and rounds else None,
         "acceptance_by_position": shares if drafted else None,
         "first_slot_acceptance": (shares[0] if shares else 0.0) if drafted and accepted else None,
         "accepted_lengths": [accepted.count(n) for n in range(deepest + 1)] if drafted else None,
-        "tokens_per_second": sum(count for _, count in walls) / decode if decode > 0 else None,
-        "end_to_end_tokens_per_second": tokens / (decode + sum(start)),
+        "tokens_per_second": decoded / decode if decode > 0 else None,
+        "end_to_end_tokens_per_second": tokens / (decode + prompts),
         "time_to_first_token_s": statistics.median(start),
         "speedup": speedup,
         "speedup_low": low,
@@ -177,13 +177,15 @@ def _per_token(repeats: Sequence[tuple[float, int]]) -> float | None:
 
 
 def _speedup(measured: Measured, plain: Measured | None, seed: int) -> tuple[float | None, float | None, float | None]:
-    """Median over prompts (batches) of the paired ratio of time per token, with a bootstrap interval of 95 %."""
+    """Median over prompts (batches) of the paired ratio of time per token, with a bootstrap interval of 95 %; one pair has none."""
     if plain is None:
         return None, None, None
     pairs = [(_per_token(a), _per_token(b)) for a, b in zip(plain.batches, measured.batches, strict=True)]
     ratios = [slow / fast for slow, fast in pairs if slow and fast]
     if not ratios:
         return None, None, None
+    if len(ratios) == 1:
+        return ratios[0], None, None
     rng = random.Random(seed)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     return statistics.median(ratios), medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
@@ -199,10 +201,11 @@ def _identical(measured: Measured, plain: Measured | None) -> float | None:
 def _split(measured: Measured, rounds: int) -> dict[str, float] | None:
     """Seconds per round in the drafter, in the target, and between them."""
     first = [repeats[0] for repeats in measured.answers]
-    if any(a.draft_seconds is None or a.verify_seconds is None for a in first):
+    if any(a.round_seconds is None for a in first if a.accepted):
         return None
-    draft, verify = (sum(getattr(a, name) for a in first) / rounds for name in ("draft_seconds", "verify_seconds"))
-    return {"draft": draft, "verify": verify, "other": sum(a.decode_seconds for a in first) / rounds - draft - verify}
+    sums = (sum(getattr(a, f"{name}_seconds") or 0.0 for a in first) for name in ("draft", "verify", "round"))
+    draft, verify, whole = (seconds / rounds for seconds in sums)
+    return {"draft": draft, "verify": verify, "other": whole - draft - verify}
 
 
 def environment(target: Target) -> dict[str, Any]:
@@ -243,12 +246,12 @@ def _processor() -> str:
 
 
 def _revision() -> str | None:
-    """Of the source tree this runs from; None for an installed package."""
-    where = Path(__file__).resolve().parent
+    """Of the source tree this runs from; None for an installed package, also where it lies within another project's tree."""
+    this = Path(__file__).resolve()
+    git = ["git", "-C", str(this.parent)]
     try:
-        run = subprocess.run(
-            ["git", "-C", str(where), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-        )
+        subprocess.run([*git, "ls-files", "--error-unmatch", this.name], capture_output=True, check=True)
+        run = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return run.stdout.strip() or None

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     for place in (args.out, args.html):
         if place is not None and not place.resolve().parent.is_dir():
             raise UsageError(f"there is no folder {place.resolve().parent} for {place.name}; make it first")
+        if place is not None and place.is_dir():
+            raise UsageError(f"{place} is a folder; name a file in it")
     from blockdraft.bench.methods import make_method, refuse_unknown
     from blockdraft.bench.report import refuse_without_matplotlib
 

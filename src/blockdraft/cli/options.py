@@ -157,7 +157,8 @@ def summary(result: Any) -> str:
         parts.append(f"{result.tokens_per_second:.1f} tokens/s")
     parts.append(f"first token after {result.time_to_first_token_s:.2f} s")
     if result.acceptance_length is not None:
-        parts.append(f"{result.rounds} rounds, acceptance length {result.acceptance_length:.2f}")
+        plain = f" ({result.plain_rounds} plain)" if result.plain_rounds else ""
+        parts.append(f"{result.rounds} rounds{plain}, acceptance length {result.acceptance_length:.2f}")
     parts.append(f"{result.method}, {result.dtype} on {result.device}, ended by {result.finish_reason}")
     return "; ".join(parts)
 

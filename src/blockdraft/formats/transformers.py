@@ -27,13 +27,14 @@ class AssistantDrafter(nn.Module):
     Attributes:
         config: what the candidate generator reads: ``block_size``, ``mask_token_id``, ``target_layer_ids``, and what its cache is
             built from.
+        cache_bytes: most that its cache held.
     """
 
     def __init__(self, drafter: DFlashDrafter, model: PreTrainedModel):
         super().__init__()
         if drafter.config.selector is not None:
             raise UsageError("transformers drafts every slot by itself; a DFlash 2 picks each word after the one before")
-        self.network, self.drafter_config = drafter.network, drafter.config
+        self.network, self.drafter_config, self.cache_bytes = drafter.network, drafter.config, 0
         config = drafter.config.backbone.__class__.from_dict(drafter.config.backbone.to_dict())
         config.block_size, config.mask_token_id = drafter.block_size, drafter.config.mask_token_id
         config.target_layer_ids = list(drafter.taps)
@@ -73,7 +74,9 @@ class AssistantDrafter(nn.Module):
             context = self.network.inject(fused, position_ids[:, :tokens])
             block = noise_embeds.to(dtype) * self.scale
             positions = position_ids[:, tokens:]
-            hidden = self.network(block, positions, _Behind(context, cache), self._masks(positions))
+            behind = _Behind(context, cache)
+            hidden = self.network(block, positions, behind, self._masks(positions))
+        self.cache_bytes = max(self.cache_bytes, behind.bytes)
         return SimpleNamespace(last_hidden_state=hidden.to(noise_embeds.dtype))
 
     def _masks(self, positions: Tensor) -> Sequence[Mask]:
@@ -92,8 +95,10 @@ class _Behind:
     """Puts the context's new keys and values before the block's, and both behind what the cache holds."""
 
     def __init__(self, context: list[tuple[Tensor, Tensor]], cache: Cache):
-        self.context, self.cache = context, cache
+        self.context, self.cache, self.bytes = context, cache, 0
 
     def update(self, keys: Tensor, values: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
         context_keys, context_values = self.context[layer]
-        return self.cache.update(torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2), layer)
+        held = self.cache.update(torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2), layer)
+        self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return held
