@@ -38,6 +38,8 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.eagle3 / "config.json").exists():
         raise SystemExit(f"results.py: there is no EAGLE-3 drafter in {args.eagle3}; train one, or name one with --eagle3")
+    if args.write is not None:
+        refuse_without_marks(args.write, MARKS)
     args.place.mkdir(parents=True, exist_ok=True)
     parts = []
     for temperature in (0.0, 1.0):
@@ -141,12 +143,15 @@ def memory() -> str:
     return "\n".join(lines) + f"\n\n{why}"
 
 
+def refuse_without_marks(path: Path, marks: tuple[str, str]) -> None:
+    """End with a sentence, before anything is measured, if the file has no place for what will be written."""
+    if not path.is_file() or any(mark not in path.read_text() for mark in marks):
+        raise SystemExit(f"{path} lacks the marks {marks[0]} and {marks[1]}")
+
+
 def put(path: Path, text: str, marks: tuple[str, str]) -> None:
     """Replace what stands between the marks."""
-    old = path.read_text()
-    if any(mark not in old for mark in marks):
-        raise SystemExit(f"{path} lacks the marks {marks[0]} and {marks[1]}")
-    before, rest = old.split(marks[0])
+    before, rest = path.read_text().split(marks[0])
     path.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{rest.split(marks[1])[1]}")
 
 
