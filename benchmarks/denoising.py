@@ -61,9 +61,13 @@ def trained(args: argparse.Namespace, block: int, kind: str) -> tuple[Path, int]
     """A drafter folder, and the number of steps it was trained for."""
     out, note = args.place / f"{block}-{kind}", args.place / f"{block}-{kind}.json"
     recipe = [*args.overrides, f"init={SHIPPED}", f"block_size={block}", f"revealed={REVEALED[kind]}", "evaluate_every=1000000"]
+    asked = {"minutes": args.minutes, "recipe": recipe}
     if not note.exists():
-        note.write_text(json.dumps({"steps": steps_in(60 * args.minutes, recipe)}))
-    steps = json.loads(note.read_text())["steps"]
+        note.write_text(json.dumps({**asked, "steps": steps_in(60 * args.minutes, recipe)}))
+    found = json.loads(note.read_text())
+    if {key: found[key] for key in asked} != asked:
+        raise SystemExit(f"denoising.py: {out} was trained otherwise ({note}); take another --place")
+    steps = found["steps"]
     if not (out / "done").exists():
         command = [sys.executable, "-m", "blockdraft", "train", str(CONFIG), *recipe, f"max_steps={steps}", f"out={out}"]
         subprocess.run(command, check=True, stdout=sys.stderr)

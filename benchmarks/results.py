@@ -2,8 +2,9 @@
 
     python benchmarks/results.py [--data-dir DIR] [--limit 4] [--tokens 128] [--eagle3 FOLDER] [--place FOLDER] [--write FILE.md]
 
-Runs ``blockdraft bench`` greedy and at temperature 1 (each keeps every finished task), computes what both drafters take for
-Qwen3-8B, and prints Markdown, or puts it between the two marks in a file. About two hours on two cores with the defaults.
+Runs ``blockdraft bench`` greedy and at temperature 1 (each keeps every finished task), reads the memory of every method
+(``memory.py``), computes what both drafters take for Qwen3-8B, and prints Markdown, or puts it between the two marks in a file.
+Started again it measures nothing that is there from the same commit, drafters and settings. About an hour on two cores.
 """
 
 import argparse
@@ -13,8 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from blockdraft.bench.runner import revision
+from blockdraft.store import weights_digest
+from memory import measured as measured_memory
+
 HERE = Path(__file__).resolve().parent
-METHODS = "ar,lookup,eagle3,eagle3-tree,dflash,dflash-tree"
+EAGLES, DFLASHES = ("eagle3", "eagle3-tree:15", "eagle3-tree"), ("dflash", "dflash-tree:no-copies")
+METHODS = ("ar", "lookup", *EAGLES, *DFLASHES, "dflash-tree")
 EAGLE3 = HERE / "drafters" / "smollm2-135m-eagle3"
 SHIPPED = HERE.parent / "src" / "blockdraft" / "shipped" / "smollm2-135m"
 MARKS = ("<!-- head to head: written by benchmarks/results.py -->", "<!-- end of head to head -->")
@@ -45,8 +51,9 @@ def main() -> None:
     for temperature in (0.0, 1.0):
         found = measured(args, temperature)
         how = "greedy" if temperature == 0 else "temperature 1, seeded"
-        parts += [f"### {how}, {args.limit} prompts of each task, {args.tokens} tokens", table(found), costs(found)]
-    parts += ["### Computed for Qwen3-8B", memory()]
+        parts += [f"### {how}, {args.limit} prompts of each task, {args.tokens} tokens", table(found), claim(found)]
+        parts += [costs(found, "all tasks"), by_task(found)]
+    parts += ["### Memory, measured", resident(args), "### Memory, computed for Qwen3-8B", memory()]
     text = "\n\n".join(parts)
     if args.write is None:
         print(text)
@@ -59,7 +66,7 @@ def measured(args: argparse.Namespace, temperature: float) -> list[dict]:
     out = args.place / f"temperature-{temperature:g}.json"
     options = {
         "data-dir": args.data_dir,
-        "methods": METHODS,
+        "methods": ",".join(METHODS),
         "dtype": "float32",
         "limit": args.limit,
         "max-new-tokens": args.tokens,
@@ -71,11 +78,16 @@ def measured(args: argparse.Namespace, temperature: float) -> list[dict]:
 
 
 def bench(drafters: Sequence[Path], options: dict[str, object]) -> list[dict]:
-    """What ``blockdraft bench`` finds; ``options`` has its ``out``, from which it goes on."""
+    """What ``blockdraft bench`` finds; ``options`` has its ``out``, from which it goes on, or which is complete already."""
     words = [("drafter", drafter) for drafter in drafters] + list(options.items())
     command = [sys.executable, "-m", "blockdraft", "bench"] + [word for name, value in words for word in (f"--{name}", str(value))]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    return json.loads(Path(str(options["out"])).read_text())["results"]
+    out = Path(str(options["out"]))
+    note, asked = out.with_suffix(".asked"), json.dumps([command[1:], revision(), [weights_digest(folder) for folder in drafters]])
+    known = "-dirty" not in asked and note.exists() and note.read_text() == asked
+    if not (known and json.loads(out.read_text())["complete"]):
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        note.write_text(asked)
+    return json.loads(out.read_text())["results"]
 
 
 def table(results: list[dict]) -> str:
@@ -96,23 +108,61 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines) + f"\n\nAnswers identical to `ar`: {told}."
 
 
-def costs(results: list[dict]) -> str:
-    """What a round takes and what memory a method needs, on the mean over tasks; acceptance by slot."""
+def claim(results: list[dict]) -> str:
+    """The better of each family's methods on the mean of the tasks, and their ratio."""
+    mean = {method: _mean([row["speedup"] for row in results if row["method"] == method]) for method in (*EAGLES, *DFLASHES)}
+    eagle, dflash = (max(family, key=lambda name: mean[name]) for family in (EAGLES, DFLASHES))
+    ratio = mean[dflash] / mean[eagle]
+    return (
+        f"The better DFlash without copies is `{dflash}` ({mean[dflash]:.2f}x), the better EAGLE-3 `{eagle}` ({mean[eagle]:.2f}x): "
+        f"**{ratio:.2f}x** between them on the mean of the tasks."
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def by_task(results: list[dict]) -> str:
+    """``costs`` of every task, folded away."""
+    tasks = list(dict.fromkeys(row["task"] for row in results))
+    parts = [costs([row for row in results if row["task"] == task], task) for task in tasks]
+    return "\n\n".join(["<details><summary>Rounds and acceptance by position, by task</summary>", *parts, "</details>"])
+
+
+def resident(args: argparse.Namespace) -> str:
+    """What the system counts of each method's memory."""
+    found = measured_memory(
+        [method for method in METHODS if method not in ("ar", "eagle3-tree:15")], [str(SHIPPED), str(args.eagle3)], args.tokens
+    )
+    lines = ["| beyond plain decoding, MB | held | of it weights, packed copies and caches | workspace |", "|---|---|---|---|"]
+    for method, row in found.items():
+        lines.append(f"| `{method}` | " + " | ".join(f"{row[key] / 1e6:.0f}" for key in ("held", "counted", "workspace")) + " |")
+    return "\n".join(lines)
+
+
+def costs(results: list[dict], which: str) -> str:
+    """What a round takes, and acceptance by slot, over all rounds."""
     methods = list(dict.fromkeys(row["method"] for row in results if row["method"] != "ar"))
-    names = ("draft, ms a round", "verify", "everything else", "extra memory, MB", "acceptance by position")
-    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    names = ("rounds", "draft, ms a round", "verify", "everything else", "acceptance by position")
+    lines = [f"| {which} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for method in methods:
-        rows = [row for row in results if row["method"] == method]
+        rows = [row for row in results if row["method"] == method and row["rounds"]]
         rounds = sum(row["rounds"] for row in rows)
-        split = {key: sum(row["time_split"][key] * row["rounds"] for row in rows) / rounds * 1e3 for key in rows[0]["time_split"]}
-        extra = max(row["extra_bytes"] for row in rows) / 1e6
+        if not rounds:
+            continue
+        split = [
+            f"{sum(row['time_split'][key] * row['rounds'] for row in rows) / rounds * 1e3:.1f}"
+            if all(row["time_split"] for row in rows)  # devices that work on while Python goes ahead have none
+            else "-"
+            for key in ("draft", "verify", "other")
+        ]
         longest = max(len(row["acceptance_by_position"]) for row in rows)
         stood = [
             sum(row["acceptance_by_position"][i] * row["rounds"] for row in rows if i < len(row["acceptance_by_position"])) / rounds
             for i in range(min(7, longest))
         ]
-        times = " | ".join(f"{value:.1f}" for value in split.values())
-        lines.append(f"| `{method}` | {times} | {extra:.0f} | {', '.join(f'{share:.2f}' for share in stood)} |")
+        lines.append(f"| `{method}` | {rounds} | {' | '.join(split)} | {', '.join(f'{share:.2f}' for share in stood)} |")
     return "\n".join(lines)
 
 

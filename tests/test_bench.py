@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockdraft.bench import runner
-from blockdraft.bench.methods import Answer, Engine, Transformers, make_method
+from blockdraft.bench.methods import NO_COPIES, Answer, Engine, Transformers, make_method
 from blockdraft.bench.report import means
 from blockdraft.bench.runner import Measured, figures
 from blockdraft.bench.tasks import DATASETS, Task, own_tasks, read_tasks
@@ -114,7 +114,7 @@ def test_every_method_answers_alike(pair, tiny_folder):
     target, drafter, _ = pair
     prompts = [tiny.prompt(length, length) for length in (9, 4)]
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    names = ["ar", "dflash", "dflash-tree", "dflash-tree:9", "lookup", "hf", "hf-dflash"]
+    names = ["ar", "dflash", "dflash-tree", "dflash-tree:9", NO_COPIES, "lookup", "hf", "hf-dflash"]
     methods = {name: make_method(name, target, [drafter], str(tiny_folder)) for name in names}
     expected = [methods["ar"].answer([prompt], params)[0].ids for prompt in prompts]
     for name, method in methods.items():
@@ -128,6 +128,9 @@ def test_every_method_answers_alike(pair, tiny_folder):
     ours, theirs = (methods[name].answer([prompts[0]], params)[0] for name in ("dflash", "hf-dflash"))
     assert ours.rounds == theirs.rounds, "transformers' loop over our network takes the same rounds"
     assert [a.ids for a in methods["dflash-tree"].answer(prompts, params)] == expected
+    tree, bare = methods["dflash-tree"].drafter, methods[NO_COPIES].drafter
+    assert (tree.copy, bare.copy) == (True, False)
+    assert tree.budget is not bare.budget, "what copies teach one, the other must not know"
 
 
 @pytest.mark.parametrize("changes", [{}, {"causal": (True, False)}, {"windows": (5, None)}, {"embedding_scale": 2.0}])
@@ -203,10 +206,10 @@ def test_the_revision_is_of_this_source_and_of_no_other(tmp_path, monkeypatch):
     subprocess.run([*git, "add", "theirs.txt"], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "theirs"], check=True)
     monkeypatch.setattr(runner, "__file__", str(place))
-    assert runner._revision() is None
+    assert runner.revision() is None
     subprocess.run([*git, "add", "-A"], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "ours"], check=True)
-    assert runner._revision()
+    assert runner.revision()
 
 
 def test_command_writes_json_and_one_html_file(pair, tiny_folder, tmp_path, capsys):
@@ -244,7 +247,7 @@ def test_an_interrupted_run_goes_on_with_the_next_task(pair, tiny_folder, tmp_pa
         return real(target, task, *rest)
 
     monkeypatch.setattr(runner, "summarise", summarise)
-    monkeypatch.setattr(runner, "_revision", lambda: "abc")
+    monkeypatch.setattr(runner, "revision", lambda: "abc")
     assert main(arguments) != 0
     broken = json.loads(out.read_text())
     assert broken["complete"] is False and [r["task"] for r in broken["results"]] == [seen[0]] * 2 + [seen[1]] * 2
@@ -259,7 +262,7 @@ def test_an_interrupted_run_goes_on_with_the_next_task(pair, tiny_folder, tmp_pa
     out.write_text(json.dumps(broken))
     assert main([*arguments, "--max-new-tokens", "3"]) == 0
     assert len(seen) == 6
-    monkeypatch.setattr(runner, "_revision", lambda: "abc-dirty")
+    monkeypatch.setattr(runner, "revision", lambda: "abc-dirty")
     out.write_text(json.dumps({**broken, "environment": {**broken["environment"], "git": "abc-dirty"}}))
     seen.clear()
     assert main(arguments) == 0

@@ -22,7 +22,7 @@ from blockdraft.target import Target
 TREE_UNDER_REJECTION = "a tree's candidates are chosen, not drawn: the rejection rule needs tree off (or acceptance match)"
 MOST_CANDIDATES = 1024  # of a fixed tree, as in DDTree's experiments
 # What has been learned about each drafter, by slots of a block: the next answer begins with it.
-_budgets: WeakKeyDictionary[DFlashDrafter, dict[int, Budget]] = WeakKeyDictionary()
+_budgets: WeakKeyDictionary[DFlashDrafter, dict[tuple[int, bool], Budget]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,12 @@ def completion(request: Request, target: Target, drafter: Drafter | None) -> Com
 
 
 def with_tree(
-    target: Target, drafter: Drafter | None, tree: int | str = "auto", block_size: int | None = None, acceptance: str = "match"
+    target: Target,
+    drafter: Drafter | None,
+    tree: int | str = "auto",
+    block_size: int | None = None,
+    acceptance: str = "match",
+    copy: bool = True,
 ) -> Drafter | None:
     """A drafter that proposes trees, if it can and shall; else as it is.
 
@@ -175,6 +180,7 @@ def with_tree(
             many candidates, anything else a chain.
         block_size: other than the drafter's own.
         acceptance: under "rejection" the candidates must be drawn, which a chain does: "auto" is a chain there.
+        copy: whether earlier text is among the branches of a DFlash's tree.
 
     Raises:
         UsageError: no such tree, or one under the rejection rule.
@@ -214,10 +220,10 @@ def with_tree(
     if slots == 1 or (tree == "auto" and target.context <= MOST + 1):  # nothing to draft, or no room for a tree: the chain
         return drafter
     if isinstance(tree, int):
-        return TreeDrafter(drafter, Budget(None, slots, tree))
-    if slots not in _budgets.setdefault(drafter, {}):
-        _budgets[drafter][slots] = Budget(costs_of(target, drafter), slots, clock=time.perf_counter)
-    return TreeDrafter(drafter, _budgets[drafter][slots])
+        return TreeDrafter(drafter, Budget(None, slots, tree), copy)
+    if (slots, copy) not in _budgets.setdefault(drafter, {}):
+        _budgets[drafter][slots, copy] = Budget(costs_of(target, drafter), slots, clock=time.perf_counter)
+    return TreeDrafter(drafter, _budgets[drafter][slots, copy], copy)
 
 
 def checked_block_size(block_size: int | None, drafter: Drafter | None) -> int | None:

@@ -1,6 +1,7 @@
 """Methods: ways to answer a batch of prompts, each timed by the same clock.
 
-ar, dflash, dflash-tree, dflash-tree:N, lookup    this engine (dflash:S: a chain of S denoising steps)
+ar, dflash, dflash-tree, dflash-tree:N, lookup    this engine (dflash:S: a chain of S denoising steps; dflash-tree:no-copies:
+                                                   the tree without earlier text among its branches)
 eagle3, eagle3-tree, eagle3-tree:N, draft-model    the same, with an EAGLE-3 drafter, or a smaller model as drafter
 hf, hf-dflash                                      transformers' own ``generate`` over untouched weights
 openai:URL                                         any OpenAI-compatible server
@@ -30,9 +31,10 @@ from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
 
 NAMES = (
-    *("ar", "dflash", "dflash:S", "dflash-tree", "dflash-tree:N", "lookup", "eagle3", "eagle3-tree", "eagle3-tree:N"),
-    *("draft-model", "hf", "hf-dflash", "openai:URL"),
+    *("ar", "dflash", "dflash:S", "dflash-tree", "dflash-tree:N", "dflash-tree:no-copies", "lookup"),
+    *("eagle3", "eagle3-tree", "eagle3-tree:N", "draft-model", "hf", "hf-dflash", "openai:URL"),
 )
+NO_COPIES = "dflash-tree:no-copies"
 EAGLE3_TREE = 59  # candidates of EAGLE-3's tree: 60 tokens with the root
 
 
@@ -101,7 +103,7 @@ def refuse_unknown(names: Sequence[str]) -> None:
             bool(detail)
             if kind == "openai"
             else detail.isdecimal() and int(detail) > 0 and kind in ("dflash", "dflash-tree", "eagle3-tree")
-            if detail
+            if detail and name != NO_COPIES
             else name in NAMES
         )
         if not fits:
@@ -136,14 +138,14 @@ def make_method(name: str, target: Target, drafters: Sequence[LoadedDrafter], mo
         if eagle is None:
             raise UsageError(f"method {name} needs an EAGLE-3 drafter; give its folder with --drafter")
         return Engine(name, target, with_tree(target, eagle, "off" if kind == "eagle3" else int(detail or EAGLE3_TREE)))
-    if name == "dflash-tree" and isinstance(drafter, DFlashDrafter) and drafter.config.selector is not None:
-        raise UsageError("method dflash-tree needs slots that are independent; a DFlash 2 is a chain: measure it as dflash")
+    if kind == "dflash-tree" and isinstance(drafter, DFlashDrafter) and drafter.config.selector is not None:
+        raise UsageError(f"method {name} needs slots that are independent; a DFlash 2 is a chain: measure it as dflash")
     if kind == "dflash" and detail and isinstance(drafter, DFlashDrafter):
         return Engine(name, target, drafter.with_denoising(int(detail)))
-    if name in ("ar", "lookup", "dflash", "dflash-tree"):
+    if name in ("ar", "lookup", "dflash", "dflash-tree", NO_COPIES):
         made: Drafter | None = {"ar": None, "lookup": LookupDrafter()}.get(name, drafter)
-        made = with_tree(target, made, "auto" if name == "dflash-tree" else "off")
-        if made is not None and made.method != name:
+        made = with_tree(target, made, "auto" if kind == "dflash-tree" else "off", copy=name != NO_COPIES)
+        if made is not None and made.method != kind:
             raise UsageError(f"method {name} needs more context than {target.name}'s {target.context} tokens; measure it as dflash")
         return Engine(name, target, made)
     if kind == "dflash-tree":

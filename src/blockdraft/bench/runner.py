@@ -221,7 +221,7 @@ def environment(target: Target) -> dict[str, Any]:
         "kernels": target.kernels,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
-        "git": _revision(),
+        "git": revision(),
     }
 
 
@@ -245,7 +245,7 @@ def _processor() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def _revision() -> str | None:
+def revision() -> str | None:
     """Of the source tree this runs from; None for an installed package, also where it lies within another project's tree."""
     this = Path(__file__).resolve()
     git = ["git", "-C", str(this.parent)]
