@@ -19,8 +19,8 @@ from blockdraft.training import corpus as module
 from blockdraft.training.answering import Answering, Question, Tally, message_fault
 from blockdraft.training.corpus import Corpus, Row, identity, written_key
 from blockdraft.training.exchange import export_answers, read_answers
-from blockdraft.training.questions import given_questions
-from blockdraft.training.synthesis import OPENINGS, loop_share, loops, message_text, normalised, opening_of, user_frame
+from blockdraft.training.questions import given_questions, normalised
+from blockdraft.training.synthesis import OPENINGS, loop_share, loops, message_text, opening_of, user_frame
 from tests import tiny
 
 WHO = {"target": "t", "template_sha256": "1"}
@@ -77,11 +77,23 @@ def test_a_kill_between_shard_and_journal_repeats_no_row(tmp_path, monkeypatch):
 
 
 def test_another_target_is_refused_and_what_differs_is_named(tmp_path):
-    Corpus(tmp_path, WHO)
+    corpus = Corpus(tmp_path, WHO)
+    Corpus(tmp_path / "empty", WHO)
+    Corpus(tmp_path / "empty", {**WHO, "template_sha256": "2"})  # nothing is there yet that would be another's
+    corpus.add(row(0))
     with pytest.raises(UsageError, match="template_sha256 '1' instead of '2'"):
         Corpus(tmp_path, {**WHO, "template_sha256": "2"})
     with pytest.raises(UsageError, match=r"has no corpus\.json"):
         Corpus(tmp_path / "nowhere")
+
+
+def test_licences_survive_a_kill(tmp_path):
+    corpus = Corpus(tmp_path, WHO)
+    corpus.add(row(0), "MIT")
+    corpus.add(row(1, "talk"), "CC-BY-4.0")
+    corpus.add(row(2), "Apache-2.0")
+    del corpus
+    assert Corpus(tmp_path).licences == {"code": {"MIT", "Apache-2.0"}, "talk": {"CC-BY-4.0"}}
 
 
 def test_a_damaged_shard_is_named(tmp_path):
@@ -225,9 +237,10 @@ def test_faults_of_messages(ids, text, ended, fault):
 
 def test_two_writers_are_refused(tmp_path):
     corpus = Corpus(tmp_path, WHO)
+    corpus.add(row(0))
     with pytest.raises(UsageError, match="another run is writing to"):
         Corpus(tmp_path, WHO)
-    assert Corpus(tmp_path).keys == set()  # readers are welcome
+    assert Corpus(tmp_path).keys == {"k0"}  # readers are welcome
     del corpus
     Corpus(tmp_path, WHO)
 
@@ -261,18 +274,72 @@ def test_what_a_loop_is(ids, looping):
     assert loops(ids) == looping
 
 
-def test_loops_and_near_duplicates():
+def test_loop_share():
     assert loop_share(list(range(50))) == 0
     assert loop_share([1, 2, 3] * 30) > 0.9
     assert loop_share([]) == 0
-    assert normalised("Hello,  World!") == normalised("hello world")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("Hello,  World!", "hello world", True),
+        ("Say \u201cyes\u201d.", 'say "yes"', True),
+        ("What is 3 + 4?", "What is 3 - 4?", False),
+        ("What is 3.5 + 1?", "What is 35 + 1?", False),
+        ("Sort [1, -2]", "Sort [1, 2]", False),
+        ("if a < b", "if a > b", False),
+    ],
+)
+def test_what_near_duplicates_share(one, other, same):
+    assert (normalised(one) == normalised(other)) == same
+
+
+def test_what_cannot_be_asked_is_counted_and_the_rest_is_asked(tmp_path, tiny_folder, speaking, monkeypatch, capsys):
+    """A template that refuses one conversation does not end the run; a question that is there already is not asked again."""
+    rows = [{"prompt": text} for text in ("Hello", "forbidden", "hello!", "What now")]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    target = load_target(tiny_folder, dtype="float32")
+    refusing = "{% if messages[0]['content'] == 'forbidden' %}{{ raise_exception('no') }}{% endif %}"
+    target.tokenizer.chat_template = refusing + target.tokenizer.chat_template
+    monkeypatch.setattr("blockdraft.cli.options.load_target", lambda args: target)
+    assert ask(tmp_path / "c", tiny_folder, "--prompts", str(tmp_path / "p.jsonl"), "--export", str(tmp_path / "a.gz")) == 0
+    assert "dropped: 1 near-duplicates, 1 refused by the template" in capsys.readouterr().err
+    assert len(Corpus(tmp_path / "c").keys) == 2
+    arguments = ["--prompts", str(tmp_path / "p.jsonl"), "--answers", str(tmp_path / "a.gz")]
+    assert ask(tmp_path / "d", tiny_folder, *arguments) == 0
+    assert "2 answers taken in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["TEXTS", "ANSWERS"])
+def test_a_refused_command_leaves_the_folder_to_others(place, tmp_path, tiny_folder, capsys):
+    (tmp_path / "TEXTS").mkdir()
+    (tmp_path / "ANSWERS").write_text("no gzip")
+    assert ask(tmp_path / "c", tiny_folder, {"TEXTS": "--text", "ANSWERS": "--answers"}[place], str(tmp_path / place)) == 2
+    assert not (tmp_path / "c" / "corpus.json").exists()
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
+    assert ask(tmp_path / "c", tiny_folder, "--prompts", str(tmp_path / "p.jsonl"), "--temperature", "1") == 0
+    assert len(Corpus(tmp_path / "c").keys) == 1
+
+
+def test_conversations_are_as_long_as_they_are_asked_to_be(tmp_path, tiny_folder, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n')
+    arguments = ["--prompts", str(tmp_path / "p.jsonl"), "--context", "100", "--max-new-tokens"]
+    assert ask(tmp_path / "c", tiny_folder, *arguments, "99") == 0
+    corpus = Corpus(tmp_path / "c")
+    assert corpus.identity["context"] == 100
+    assert all(len(r.prompt) + len(r.answer) <= 100 for r in corpus.rows())
+    assert ask(tmp_path / "d", tiny_folder, *arguments, "100") == 2
+    assert "--max-new-tokens 100 leaves no room for a prompt in a --context of 100 tokens" in capsys.readouterr().err
+    assert ask(tmp_path / "d", tiny_folder, *arguments[:2], "--context", "9999") == 2
+    assert "reads 512 tokens; lower it" in capsys.readouterr().err
 
 
 def test_known_texts_come_from_the_corpus(tmp_path, speaking):
     from blockdraft.prompts import encode
 
     said = message_text(speaking, user_frame(speaking), encode(speaking, "How do I sort?"))
-    assert normalised(said) == normalised("how do I   sort") == "howdoisort"
+    assert normalised(said) == normalised("how do I   sort") == "how do i sort"
 
 
 def test_the_command_goes_on_where_it_was(tmp_path, tiny_folder, capsys):
@@ -393,6 +460,19 @@ def test_self_written_prompts_travel_as_text(tmp_path, speaking):
     assert [found[0] for found in read_answers(tmp_path / "a.gz", speaking, [], corpus.identity)] == list(corpus.rows())
 
 
+def test_licences_travel_with_the_answers(tmp_path, speaking):
+    """A prompt that nobody gave and the target did not write has the licence that its file knows, or none that is known."""
+    corpus = Corpus(tmp_path / "c", identity(speaking))
+    prompt = encode(speaking, "tell me about the sea")
+    corpus.add(Row("written/0/1", "code", prompt, [7, 8], False))
+    corpus.add(Row("text/1", "text", prompt, [7, 9], False), "MIT")
+    export_answers(corpus, speaking, tmp_path / "a.gz")
+    found = {r.source: licence for r, licence in read_answers(tmp_path / "a.gz", speaking, [], corpus.identity)}
+    assert found == {"code": "the target's", "text": "MIT"}
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b'{"prompt_ids": [5], "response_ids": [9]}\n'))
+    assert [licence for _, licence in read_answers(tmp_path / "b.gz", speaking, [], corpus.identity)] == ["unknown"]
+
+
 def test_text_is_cut_into_rows(tmp_path, tiny_folder):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -430,6 +510,7 @@ class Server(BaseHTTPRequestHandler):
     busy: ClassVar[int] = 2
     ids: ClassVar[bool] = False
     picky: ClassVar[int] = 0
+    odd: ClassVar[object] = None
 
     def do_GET(self):
         self.reply(200, {"data": [{"id": "the-model"}]})
@@ -447,10 +528,12 @@ class Server(BaseHTTPRequestHandler):
         choice = {"finish_reason": "stop", "message": {"content": "a calm sea"}}
         if self.ids:
             choice["token_ids"] = [9, 8, 2]
+        if self.odd is not None:
+            return self.reply(200, self.odd)
         return self.reply(200, {"choices": [choice]})
 
     def reply(self, status, content):
-        data = json.dumps(content).encode()
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -501,6 +584,36 @@ def test_answers_of_a_server(ids, tmp_path, tiny_folder, monkeypatch, capsys):
     assert "did not answer in 6 tries" in capsys.readouterr().err
 
 
+LOOPING = [5, 6, *[7, 8, 9] * 40, 2]
+
+
+@pytest.mark.parametrize(
+    ("odd", "status", "sentence"),
+    [
+        (b"<html>", 2, "does not answer with a JSON object ('<html>')"),
+        ([1], 2, "does not answer with a JSON object"),
+        ({"choices": []}, 2, "answers without choices"),
+        ({"choices": [{"finish_reason": "stop", "token_ids": LOOPING}]}, 0, "1 answers (1 cut at a loop)"),
+    ],
+)
+def test_odd_answers_of_a_server(odd, status, sentence, tmp_path, tiny_folder, monkeypatch, capsys):
+    Server.asked, Server.busy, Server.ids, Server.picky = [], 0, True, 0
+    monkeypatch.setattr(Server, "odd", odd)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
+    arguments = ["--prompts", str(tmp_path / "p.jsonl"), "--endpoint", f"http://127.0.0.1:{server.server_port}/v1"]
+    try:
+        assert ask(tmp_path / "c", tiny_folder, *arguments) == status
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert sentence in capsys.readouterr().err
+    if status == 0:
+        (kept,) = Corpus(tmp_path / "c").rows()
+        assert (kept.answer, kept.finished) == (LOOPING[:64], False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -510,6 +623,11 @@ def test_answers_of_a_server(ids, tmp_path, tiny_folder, monkeypatch, capsys):
         (["--endpoint-model", "m", "--prompts", "p"], "--endpoint-model has no effect"),
         (["--endpoint", "nowhere", "--prompts", "PROMPTS"], "'nowhere' is no address of a server"),
         (["--text", "TEXTS"], "holds no UTF-8 text"),
+        (["--prompts", "PROMPTS", "--kinds", "code"], "--kinds has no effect without --self-synthesize"),
+        (["--self-synthesize", "3", "--per-source", "3"], "--per-source has no effect without --prompts"),
+        (["--text", "TEXTS", "--endpoint", "http://127.0.0.1:1/v1"], "--endpoint has nothing to ask"),
+        (["--export", "a.gz"], "to export; name the folder"),
+        (["--answers", "nowhere.gz"], "there is no file nowhere.gz for --answers"),
     ],
 )
 def test_options_that_cannot_take_effect(arguments, sentence, tmp_path, tiny_folder, capsys):

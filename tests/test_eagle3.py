@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from blockdraft.drafters.eagle3 import DEPTH, TOP_K
 from blockdraft.errors import UsageError
 from blockdraft.formats import eagle3
 from blockdraft.generation import generate
-from blockdraft.load import load_drafter, load_target
+from blockdraft.load import digest_of, load_drafter, load_target
 from blockdraft.sampling import SamplingParams
 from tests import tiny
 from tests.doubles import COUNT, EAGLE3_TAPS, random_eagle3, run
@@ -234,6 +236,32 @@ def test_bad_folders(break_it, said, llama, folder):
         eagle3.read(folder, len(llama.layers))
 
 
+def test_older_folders_hold_pickled_tensors(llama, folder):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors | {"embed_tokens.weight": llama.embedding.weight.half()}, folder / "pytorch_model.bin")
+    network = eagle3.read(folder, len(llama.layers), llama.embedding.weight)
+    assert all(torch.equal(network.state_dict()[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(UsageError, match="was made for another target: the embedding that it holds"):
+        eagle3.read(folder, len(llama.layers), torch.randn_like(llama.embedding.weight))
+    torch.save({"fc.weight": Path("somewhere")}, folder / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"pytorch_model\.bin is damaged, or holds more than tensors"):
+        eagle3.read(folder, len(llama.layers))
+
+
+def test_scaled_positions_are_written_for_old_and_new_readers(llama, folder, tmp_path):
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["rope_scaling"] is None
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps({**raw, "rope_parameters": scaled}))
+    eagle3.write(eagle3.read(folder, len(llama.layers)), tmp_path, len(llama.layers), torch.float32)
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert {key: found["rope_scaling"][key] for key in ("rope_type", "factor")} == {"rope_type": "linear", "factor": 4.0}
+    del found["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    assert dict(eagle3.read(tmp_path, len(llama.layers)).config.backbone.rope_parameters)["factor"] == 4.0
+
+
 # ---- as a user meets it
 
 
@@ -282,6 +310,25 @@ def test_a_drafter_for_another_target_is_refused(changes, said, pair, tmp_path):
     eagle3.write(network, tmp_path, len(own.layers), torch.float32)
     with pytest.raises(UsageError, match=said):
         load_drafter(tmp_path, own)
+
+
+@pytest.mark.parametrize("layers", [5, 30])
+def test_a_drafter_that_says_whom_it_learnt_from_is_believed(layers, pair, tmp_path):
+    """Weights of the same shape but another digest may be a quantisation: that is said, and it runs."""
+    target, place = pair
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    who = {"name": "another", "layers": layers, "hidden_size": target.hidden_size, "weights_sha256": "0" * 64}
+    (tmp_path / "target.json").write_text(json.dumps(who))
+    digest_of(target)
+    if layers != len(target.layers):
+        with pytest.raises(UsageError, match=f"was made for another, {layers} layers of width 32; .* has 5 of 32"):
+            load_drafter(tmp_path, target)
+        return
+    with pytest.warns(UserWarning, match="learnt from other weights"):
+        load_drafter(tmp_path, target)
+    (tmp_path / "target.json").write_text("[")
+    with pytest.warns(UserWarning, match="is damaged: which target the drafter learnt from is unknown"):
+        load_drafter(tmp_path, target)
 
 
 def test_bench_measures_it(pair, tiny_folder, tmp_path, capsys):

@@ -22,7 +22,7 @@ from blockdraft.training import trainer as module
 from blockdraft.training import unrolled
 from blockdraft.training.batches import Batch
 from blockdraft.training.blocks import Blocks
-from blockdraft.training.corpus import Corpus, identity
+from blockdraft.training.corpus import identity
 from blockdraft.training.evaluate import as_drafter, decode_held_out
 from blockdraft.training.initial import plain_norm
 from blockdraft.training.trainer import Trainer
@@ -408,7 +408,7 @@ def test_text_trains_with_the_targets_own_labels(place, tmp_path):
     texts.write_text("words that the target never wrote " * 40)
     arguments = ["--target", str(place / "target"), "--dtype", "float32", "--text", str(texts)]
     assert main(["data", str(tmp_path / "text"), *arguments]) == 0
-    config = recipe(place / "target", place / "corpus", tmp_path / "run", max_steps=60, learning_rate=1e-2, sequence_length=600)
+    config = recipe(place / "target", place / "corpus", tmp_path / "run", max_steps=90, learning_rate=1e-2, sequence_length=600)
     both = [str(place / "corpus"), str(tmp_path / "text")]
     trainer = Trainer(dataclasses.replace(config, corpus=both, held_out=1))
     assert trainer.run.documents.tokens["text"] > 400
@@ -418,8 +418,44 @@ def test_text_trains_with_the_targets_own_labels(place, tmp_path):
             if batch.real[row, a]:
                 document = trainer.run.documents.train[members[batch.documents[row, batch.anchors[row, a]]]]
                 assert bool(batch.foreign[row, a]) == (document.source == "text")
-    losses = steps(trainer, 60)
+    losses = steps(trainer, 90)
     assert losses[-1] < 0.6 * losses[0]
+
+
+def test_text_is_no_prompt_to_decode(place, tmp_path, monkeypatch):
+    """Acceptance length is that of answers: rows of text are not asked, and are held out only where nothing else is."""
+    (tmp_path / "t.txt").write_text("words that the target never wrote " * 400)
+    arguments = ["--target", str(place / "target"), "--dtype", "float32", "--text", str(tmp_path / "t.txt"), "--context", "64"]
+    assert main(["data", str(tmp_path / "text"), *arguments, "--max-new-tokens", "8"]) == 0
+    asked = []
+    right = module.decode_held_out
+    monkeypatch.setattr(
+        module, "decode_held_out", lambda t, d, documents, *rest: asked.append(documents) or right(t, d, documents, *rest)
+    )
+    config = recipe(
+        place / "target", place / "corpus", tmp_path / "run", max_steps=2, evaluate_every=1, held_out=6, evaluate_prompts=6
+    )
+    Trainer(dataclasses.replace(config, corpus=[str(place / "corpus"), str(tmp_path / "text")])).train()
+    assert all(len(documents) == 6 and not any(d.foreign for d in documents) for documents in asked)
+    asked.clear()
+    alone = dataclasses.replace(config, corpus=[str(tmp_path / "text")], out=str(tmp_path / "alone"))
+    assert (Trainer(alone).train() / "model.safetensors").exists()
+    assert asked == [[], []]
+    looks = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
+    assert [look["real_tau"] for look in looks if "real_tau" in look] == [None, None]
+
+
+def test_a_run_can_ask_for_a_thinking_mode(place, tmp_path):
+    target = load_target(place / "target", dtype="float32")
+    make_corpus(tmp_path / "on", target, 6, thinking=True)
+    with pytest.raises(UsageError, match="was made with thinking on, the recipe asks for off"):
+        Trainer(recipe(place / "target", tmp_path / "on", tmp_path / "run", thinking=False))
+    both = recipe(place / "target", tmp_path / "on", tmp_path / "run")
+    both = dataclasses.replace(both, corpus=[str(tmp_path / "on"), str(place / "corpus")])
+    with pytest.raises(UsageError, match="was made with thinking as its template has it, another with on"):
+        Trainer(both)
+    folder = Trainer(recipe(place / "target", tmp_path / "on", tmp_path / "run", thinking=True, max_steps=1)).train()
+    assert json.loads((folder / "target.json").read_text())["thinking"] is True
 
 
 def test_warm_start_goes_on_from_a_drafter(place, tmp_path):
@@ -496,6 +532,7 @@ BAD = {
     "tracker": (["trackers=[foo]"], "tracker 'foo' is unknown"),
     "tracker's package": (["trackers=[wandb]"], "tracker 'wandb' is not installed"),
     "heads": (["heads=4", "kv_heads=3"], "must be a multiple"),
+    "pairs": (["head_dim=15"], "head_dim is 15; it must be even"),
     "words of a DFlash": (["words=100"], "words has no effect with drafter dflash"),
     "layers of an EAGLE-3": (["drafter=eagle3"], "layers has no effect with drafter eagle3"),
 }
@@ -518,7 +555,7 @@ def test_a_corpus_of_another_target_is_refused(place, tmp_path):
         Trainer(recipe(place / "target", tmp_path / "corpus", tmp_path / "run"))
     target = load_target(place / "target", dtype="float32")
     target.tokenizer.chat_template += " "
-    Corpus(tmp_path / "templated", identity(target))
+    make_corpus(tmp_path / "templated", target, 2)
     with pytest.raises(UsageError, match="template_sha256 differs"):
         Trainer(recipe(place / "target", tmp_path / "templated", tmp_path / "run"))
 
@@ -586,6 +623,62 @@ def test_a_full_disk_is_refused_before_the_first_step(place, tmp_path, monkeypat
     with pytest.raises(UsageError, match="checkpoints take .* GB free; use another out"):
         make(place, tmp_path / "run", max_steps=2).train()
     assert not (tmp_path / "run").exists()
+
+
+def test_features_that_do_not_fit_are_refused_before_the_first_step(place, tmp_path, monkeypatch):
+    from collections import namedtuple
+
+    monkeypatch.setattr(module, "available_memory", lambda: 1e4)
+    with pytest.raises(UsageError, match="features take .* of memory are free; use features=disk or online"):
+        make(place, tmp_path / "run", max_steps=2, features="memory").train()
+    trainer = make(place, tmp_path / "run", max_steps=2, features="disk")
+    room = 12 * 4 * sum(p.numel() for p in trainer.run.network.parameters()) + 10
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(room, 0, room))
+    with pytest.raises(UsageError, match="checkpoints and features take .* GB free; use another out"):
+        trainer.train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_has_one_run_at_a_time(place, tmp_path, monkeypatch):
+    trainer = make(place, tmp_path / "run", max_steps=1)
+    right = trainer._step
+
+    def step():
+        with pytest.raises(UsageError, match="another process trains in"):
+            make(place, tmp_path / "run", max_steps=1).train()
+        return right()
+
+    monkeypatch.setattr(trainer, "_step", step)
+    trainer.train()
+    make(place, tmp_path / "run", max_steps=1).train()
+
+
+def test_processes_share_the_features_on_disk(place, tmp_path):
+    """What each of them computed stays known when both have stored, and a file that was cut is not believed."""
+    one, other = (make(place, tmp_path / "run", features="disk").features for _ in range(2))
+    ours, theirs = one.of([0, 1]), other.of([2, 3])
+    one.flush()
+    other.flush()
+    third = make(place, tmp_path / "run", features="disk").features
+    third._compute = None
+    for found, wanted in zip(third.of([0, 1, 2, 3]), [*ours, *theirs], strict=True):
+        assert torch.equal(found, wanted)
+    file = tmp_path / "run" / "features" / "features.bin"
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size - 1)
+    with pytest.raises(UsageError, match=r"features\.bin has \d+ bytes instead of \d+; delete the folder"):
+        make(place, tmp_path / "run", features="disk").features  # noqa: B018
+
+
+def test_a_document_has_the_same_features_in_any_company(place, tmp_path):
+    """T1: a pass over documents of unlike lengths is padded on the right, where nothing sees it."""
+    features = make(place, tmp_path / "run").features
+    lengths = [len(document.ids) for document in features.documents]
+    indices = [lengths.index(min(lengths)), lengths.index(max(lengths))]
+    assert min(lengths) < max(lengths)
+    together = features._compute(indices)
+    for index, found in zip(indices, together, strict=True):
+        torch.testing.assert_close(found, features._compute([index])[0], atol=1e-5, rtol=1e-5)
 
 
 def test_kept_features_of_something_else_are_refused(place, tmp_path):

@@ -3,20 +3,23 @@
 import itertools
 import json
 import math
+import random
 from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from blockdraft import probe
+from blockdraft import kernels, probe
 from blockdraft.budget import MOST, SAVED, SHARE, Budget, Costs, Pending
+from blockdraft.cache import KVCache
 from blockdraft.decode import Decoder, decode
 from blockdraft.drafters.lookup import History, LookupDrafter
-from blockdraft.drafters.tree import TreeDrafter, grow
+from blockdraft.drafters.tree import TreeDrafter, grow, grow_by_levels
 from blockdraft.errors import UsageError
 from blockdraft.generation import with_tree
+from blockdraft.kernels import library, see_ancestors, why_none
 from blockdraft.probe import costs_of
 from blockdraft.proposal import Proposal
 from blockdraft.request import Request
@@ -84,9 +87,10 @@ def brute(logs, words, copy, copy_logs, nodes):
     return sorted(scores.values(), reverse=True)[:nodes], scores
 
 
+@pytest.mark.parametrize("grow", [grow, grow_by_levels], ids=["here", "torch"])
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 4), st.integers(0, 5), st.integers(1, 12), st.floats(0.1, 0.99))
 @settings(max_examples=150, deadline=None)
-def test_grow_finds_the_best_prefixes(seed, slots, k, copied, nodes, sure):
+def test_grow_finds_the_best_prefixes(grow, seed, slots, k, copied, nodes, sure):
     generator = torch.Generator().manual_seed(seed)
     k = max(k, 1)
     logits = torch.randn(1, slots, 8, generator=generator)
@@ -107,6 +111,65 @@ def test_grow_finds_the_best_prefixes(seed, slots, k, copied, nodes, sure):
         assert known[paths[i]] == pytest.approx(score, abs=1e-4)
     assert len(set(paths.values())) == len(paths), "no prefix twice"
     assert scores[0].tolist() == sorted(scores[0].tolist(), reverse=True)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 7), st.integers(0, 32), st.integers(1, 64), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_the_kernel_grows_the_tree_that_torch_grows(seed, slots, copied, nodes, rows):
+    """At the sizes of real rounds: the same nodes with the same scores to the bit, whatever their order among equals."""
+    assume(slots or copied)
+    if library() is None:
+        pytest.skip(why_none())
+    generator = torch.Generator().manual_seed(seed)
+    logs, words = (torch.randn(rows, slots, 200, generator=generator) * 3).log_softmax(-1).topk(64, dim=-1)
+    copies = torch.randint(0, 200, (rows, copied), generator=generator)
+    near = slots and copied and seed % 2
+    if near:  # the drafter thinks of the copy too
+        copies[:, : min(slots, copied)] = words[:, :copied, seed % 3][:, :slots]
+    copy_logs = -torch.rand(rows, copied, generator=generator).cumsum(1)
+    copy_logs[:, 20:] = float("-inf")
+    ours, theirs = (make(logs, words, copies, copy_logs, nodes) for make in (grow, grow_by_levels))
+    for row in range(rows):
+        real = [sorted(_paths(*(x[row].tolist() for x in found))) for found in (ours, theirs)]
+        assert real[0] == real[1]
+
+
+def _paths(tokens, parents, scores):
+    paths = {0: ()}
+    for i, (token, parent, score) in enumerate(zip(tokens, parents, scores, strict=True), 1):
+        if score > float("-inf"):
+            paths[i] = (*paths[parent], token)
+            yield paths[i], score
+
+
+@given(st.integers(1, 64), st.integers(1, 3), st.integers(0, 10**6))
+def test_kernel_and_torch_see_the_same_ancestors(candidates, rows, seed):
+    if library() is None:
+        pytest.skip(why_none())
+    chance = random.Random(seed)
+    parents = torch.tensor([[chance.randint(0, i) for i in range(candidates)] for _ in range(rows)])
+    for ours, theirs in zip(see_ancestors(parents), Proposal._squared(parents), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_path_is_kept_alike_by_kernel_and_torch(monkeypatch):
+    """Over layers of unlike heads and sizes, in one row of several, in place."""
+    if library() is None:
+        pytest.skip(why_none())
+    kept = []
+    for built in (library, lambda: None):
+        monkeypatch.setattr(kernels, "library", built)
+        cache, generator = KVCache(3, 40, torch.float32, torch.device("cpu")), torch.Generator().manual_seed(0)
+        for layer, (heads, size) in enumerate(((2, 16), (3, 8))):
+            for buffer in cache.buffers(layer, heads, size):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        cache.lengths[1] = 7
+        cache.open(1, torch.zeros(1, 20, dtype=torch.long))
+        cache.commit([[0, 2, 3, 9, 19]])
+        assert cache.lengths == [0, 12, 0]
+        kept.append([*cache.keys.values(), *cache.values.values()])
+    for ours, theirs in zip(*kept, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_grow_rows_do_not_mix():

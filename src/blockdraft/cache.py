@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from blockdraft.kernels import Slots
+
 
 @dataclass(slots=True)
 class Span:
@@ -66,6 +68,7 @@ class KVCache(Cache):
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.span: Span | None = None
+        self._slots: Slots | None = None  # of all buffers, once a path was gathered
         self.causal_only = True  # until a model asks for a mask of another rule
 
     # ---- one forward pass
@@ -132,11 +135,19 @@ class KVCache(Cache):
         for i, path in enumerate(paths):
             row, start = span.first + i, span.starts[i]
             if list(path) != list(range(len(path))):
-                source = torch.tensor(path, device=self.device) + start
-                for buffers in (self.keys, self.values):
-                    for buffer in buffers.values():
-                        buffer[row, :, start : start + len(path)] = buffer[row, :, source]
+                self._keep(row, start, path)
             self.lengths[row] = start + len(path)
+
+    def _keep(self, row: int, start: int, path: Sequence[int]) -> None:
+        buffers = [*self.keys.values(), *self.values.values()]
+        if self._slots is None or self._slots.count < len(buffers):
+            self._slots = Slots.of(buffers)
+        if self._slots is not None:
+            self._slots.keep(row, start, path)
+            return
+        source = torch.tensor(path, device=self.device) + start
+        for buffer in buffers:
+            buffer[row, :, start : start + len(path)] = buffer[row, :, source]
 
     def positions_behind(self, first: int, rows: int, count: int) -> Tensor:
         """``[rows, count]`` int64: the next positions of the rows ``first, first + 1, ...``."""

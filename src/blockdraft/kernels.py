@@ -2,7 +2,8 @@
 
 ``attend.c``: attention of a few positions over rows of unlike lengths. SDPA reads every row up to the longest one's end, and is
 slow with a handful of queries. ``layers.c``: linear layers over a handful of rows in float32 (``linear.c``), and whole layers of a
-Llama-like model (``plain.py``). Where there are none, or the shapes are others, torch computes the same, slower.
+Llama-like model (``plain.py``). ``tree.c``: draft trees. Where there are none, or the shapes are others, torch computes the same,
+slower.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -97,6 +99,59 @@ def attend_rows(
     return out
 
 
+def grow_tree(logs: Tensor, words: Tensor, copies: Tensor, copy_logs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """``drafters.tree.grow``, always ``nodes`` columns; None where the kernel does not apply."""
+    built = library() if logs.device.type == "cpu" and logs.dtype == torch.float32 else None
+    if built is None:
+        return None
+    rows, slots, k = logs.shape
+    tokens, parents = (torch.empty(rows, nodes, dtype=torch.int64, device="cpu") for _ in range(2))
+    scores = torch.empty(rows, nodes, dtype=torch.float32, device="cpu")
+    given = [x.contiguous() for x in (logs, words, copies, copy_logs.float())]
+    sizes = (rows, slots, k, copies.shape[1], nodes)
+    made = built.grow_tree(*map(_address, given), *map(ctypes.c_int64, sizes), *map(_address, (tokens, parents, scores)))
+    return (tokens, parents, scores) if made else None
+
+
+def see_ancestors(parents: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Of a tree's ``[rows, candidates]`` parents: ``[rows, nodes, nodes]`` bool, whether a node sees another, and the candidates'
+    depths ``[rows, candidates]``; None where the kernel does not apply."""
+    built = library() if parents.device.type == "cpu" else None
+    if built is None:
+        return None
+    rows, candidates = parents.shape
+    seen = torch.empty(rows, candidates + 1, candidates + 1, dtype=torch.bool, device="cpu")
+    depths, given = torch.empty(rows, candidates, dtype=torch.int64, device="cpu"), parents.contiguous()
+    built.see_ancestors(_address(given), ctypes.c_int64(rows), ctypes.c_int64(candidates), _address(seen), _address(depths))
+    return seen, depths
+
+
+class Slots:
+    """The slots of a cache's buffers ``[rows, heads, capacity, size]``, float32 on the CPU, which stay where they are."""
+
+    def __init__(self, built: ctypes.CDLL, buffers: Sequence[Tensor]):
+        self._run, self.count, self._capacity = built.keep_path, len(buffers), buffers[0].shape[2]
+        kind = ctypes.c_int64 * len(buffers)
+        self._buffers = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
+        self._heads, self._sizes = (kind(*(buffer.shape[dim] for buffer in buffers)) for dim in (1, 3))
+
+    @classmethod
+    def of(cls, buffers: Sequence[Tensor]) -> "Slots | None":
+        """None where the kernel does not apply."""
+        built = library() if buffers[0].device.type == "cpu" else None
+        return cls(built, buffers) if built is not None else None
+
+    def keep(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Move the slots ``start + path[i]`` of a row to ``start + i``; the path rises."""
+        nodes = (ctypes.c_int64 * len(path))(*path)
+        sizes = map(ctypes.c_int64, (self.count, self._capacity, row, start))
+        self._run(self._buffers, self._heads, self._sizes, *sizes, nodes, ctypes.c_int64(len(path)))
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
 def use_kernels(on: bool) -> None:
     """Whether this process runs in these kernels, from the next target or drafter that it loads; at first it does."""
     global _on
@@ -124,7 +179,7 @@ def _built() -> ctypes.CDLL | str:
     if isinstance(found, str):
         warnings.warn(f"blockdraft's kernels for CPUs cannot be built ({found}): torch computes the same, several times slower")
         return found
-    found.panel.restype = found.floats_of_work.restype = ctypes.c_int64
+    found.panel.restype = found.floats_of_work.restype = found.grow_tree.restype = ctypes.c_int64
     return found
 
 
@@ -152,7 +207,7 @@ def _build() -> ctypes.CDLL | str:
 
 def kernel_digest() -> str:
     """Of the kernels' sources, flags and processor."""
-    text = "".join(Path(__file__).with_name(file).read_text() for file in ("linear.c", "attend.c", "layers.c"))
+    text = "".join(Path(__file__).with_name(file).read_text() for file in ("linear.c", "attend.c", "tree.c", "layers.c"))
     return hashlib.sha256(f"{text}{FLAGS}{processor()}".encode()).hexdigest()[:16]
 
 

@@ -206,11 +206,12 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
     if not folder.is_dir():
         raise UsageError(f"there is no drafter folder {folder}")
     raw = read_config(folder)
+    _refuse_another_target(folder, target)
     if speculators.is_speculators(raw):
         found = speculators.read(folder, target)
         return at_work(found.network, name, target, _own_words(found, target) or _shortlist(folder, target, shortlist))
     if eagle3.is_eagle3(raw):
-        return at_work(eagle3.read(folder, len(target.layers)), name, target)
+        return at_work(eagle3.read(folder, len(target.layers), getattr(target.embedding, "weight", None)), name, target)
     if assistant.is_assistant(raw):
         return at_work(assistant.read(folder, target), name, target)
     if torchspec.is_torchspec(raw):
@@ -218,6 +219,27 @@ def load_drafter(path: str | Path | None, target: Target, shortlist: bool = True
     if "dflash_config" not in raw and any(str(kind).endswith("ForCausalLM") for kind in raw.get("architectures") or []):
         return _smaller_model(folder, name, target)
     return at_work(zlab.read(folder), name, target, _shortlist(folder, target, shortlist))
+
+
+def _refuse_another_target(folder: Path, target: Target) -> None:
+    """Hold ``target.json``, which a training run leaves, against the target."""
+    try:
+        who = json.loads((folder / "target.json").read_text())
+        shape = tuple(who.get(key) for key in ("layers", "hidden_size"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, AttributeError):
+        warnings.warn(f"{folder / 'target.json'} is damaged: which target the drafter learnt from is unknown")
+        return
+    ours = (len(target.layers), target.hidden_size)
+    if any(there is not None and there != here for there, here in zip(shape, ours, strict=True)):
+        raise UsageError(
+            f"{folder} was made for {who.get('name')}, {shape[0]} layers of width {shape[1]}; "
+            f"{target.name} has {ours[0]} of {ours[1]}"
+        )
+    digest = who.get("weights_sha256")
+    if None not in (digest, target.digest) and digest != target.digest:
+        warnings.warn(f"{folder} learnt from other weights than {target.name}'s (target.json): it may be accepted less")
 
 
 def _smaller_model(place: Path, name: str, target: Target) -> ModelDrafter:

@@ -15,6 +15,10 @@ Message = dict[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
 
 
+class PromptRefused(UsageError):
+    """These messages cannot be encoded for this target; others can."""
+
+
 def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool = False, thinking: bool | None = None) -> list[int]:
     """Token ids of a prompt.
 
@@ -27,6 +31,7 @@ def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool 
 
     Raises:
         UsageError: an empty prompt, a target without tokenizer or template, or an option that cannot take effect.
+        PromptRefused (a UsageError): the template refuses these messages, or they are no text.
     """
     if not prompt:
         raise UsageError("the prompt is empty; give at least one token of text")
@@ -58,7 +63,7 @@ def encode(target: Target, prompt: Prompt, system: str | None = None, raw: bool 
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **modes)
     except TemplateError as error:
-        raise UsageError(f"the chat template of {target.name} refuses these messages: {error}") from error
+        raise PromptRefused(f"the chat template of {target.name} refuses these messages: {error}") from error
     return list(ids)
 
 
@@ -66,7 +71,7 @@ def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"the prompt {text[:40]!r} holds bytes that are no UTF-8 text; mend its encoding") from None
+        raise PromptRefused(f"the prompt {text[:40]!r} holds bytes that are no UTF-8 text; mend its encoding") from None
     return text
 
 

@@ -6,6 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from blockdraft.kernels import see_ancestors
+
 
 @dataclass
 class Proposal:
@@ -29,7 +31,7 @@ class Proposal:
         if self.parents is None:
             rows, candidates = self.tokens.shape
             return torch.arange(1, candidates + 1, device=self.tokens.device).expand(rows, -1)
-        return self._lineage[:, 1:].sum(-1) - 1
+        return self._lineage[1]
 
     def visible(self) -> Tensor | None:
         """``[rows, 1 + candidates, 1 + candidates]`` bool: each node sees its ancestors and itself; None: a plain chain.
@@ -44,7 +46,7 @@ class Proposal:
                 return None
             seen = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().repeat(rows, 1, 1)
         else:
-            seen = self._lineage
+            seen = self._lineage[0]
         if all(width == nodes for width in self.widths):
             return seen
         real = torch.arange(nodes, device=device) < torch.tensor(self.widths, device=device)[:, None]
@@ -52,15 +54,18 @@ class Proposal:
         return seen | torch.eye(nodes, dtype=torch.bool, device=device)
 
     @cached_property
-    def _lineage(self) -> Tensor:
-        """``[rows, nodes, nodes]`` bool: whether the second node is the first one or an ancestor of it.
-
-        "Self or parent", squared until it reaches the root: as many small products as a tree's depth has binary digits.
-        """
+    def _lineage(self) -> tuple[Tensor, Tensor]:
+        """``[rows, nodes, nodes]`` bool, whether the second node is the first one or an ancestor of it; and the depths."""
         assert self.parents is not None
-        rows, candidates = self.tokens.shape
-        seen = torch.eye(candidates + 1, device=self.tokens.device).repeat(rows, 1, 1)
-        seen[:, 1:].scatter_(2, self.parents[..., None], 1.0)
+        return see_ancestors(self.parents) or self._squared(self.parents)
+
+    @staticmethod
+    def _squared(parents: Tensor) -> tuple[Tensor, Tensor]:
+        """The same on any device: "self or parent", squared until it reaches the root: as many small products as a tree's depth
+        has binary digits."""
+        rows, candidates = parents.shape
+        seen = torch.eye(candidates + 1, device=parents.device).repeat(rows, 1, 1)
+        seen[:, 1:].scatter_(2, parents[..., None], 1.0)
         for _ in range(candidates.bit_length()):
             seen = (seen @ seen).clamp_(max=1.0)
-        return seen > 0
+        return seen > 0, (seen[:, 1:] > 0).sum(-1) - 1

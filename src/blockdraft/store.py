@@ -221,17 +221,20 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def lock(path: Path, taken: str) -> IO[str]:
+def lock(path: Path, taken: str | None = None) -> IO[str]:
     """Hold a file for this process until the result is closed or the process ends, however it ends.
 
+    Args:
+        taken: what to say if another process holds it; None: wait for it.
+
     Raises:
-        UsageError: another process holds it; says ``taken``.
+        UsageError: another process holds it.
     """
     file = path.open("w")
     if fcntl is None:
         return file
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if taken is not None else 0))
     except OSError:
         file.close()
         raise UsageError(taken) from None

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from blockdraft.training.corpus import Corpus
     from blockdraft.training.questions import Given
 
-CONTEXT = 512  # conversations are cut here
+KINDS = "mathematics,code,conversation,instruction"
+LEAST_CONTEXT = 64
 IN_FLIGHT = 16  # for each slot, so many messages back a run that goes on looks for those that were on their way
 
 
@@ -26,17 +27,25 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser("data", help="make a training corpus: prompts, and the target's own answers")
     parser.add_argument("out", type=Path, help="corpus folder; started again, the run goes on where it was")
     group = parser.add_argument_group("what is asked")
-    group.add_argument("--prompts", action="append", default=[], metavar="FILE.jsonl|DATASET", help="repeatable")
+    group.add_argument(
+        "--prompts",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="FILE.jsonl|DATASET",
+        help="rows with prompt, turns or messages",
+    )
     group.add_argument("--per-source", type=options.positive, metavar="N", help="at most N given prompts of each source")
     group.add_argument("--self-synthesize", type=options.positive, metavar="N", help="messages that the target writes itself")
+    group.add_argument("--kinds", metavar="A,B", help=f"of them, in turn; default: {KINDS}")
     group.add_argument(
-        "--kinds", default="mathematics,code,conversation,instruction", help="of them, in turn; default: %(default)s"
-    )
-    group.add_argument(
-        "--text", action="append", default=[], metavar="FILE|DIR|DATASET", help="text as it is, for soft labels; repeatable"
+        "--text", action="extend", nargs="+", default=[], metavar="FILE|DIR|DATASET", help="text as it is, for soft labels"
     )
     group = parser.add_argument_group("answers")
     group.add_argument("--max-new-tokens", type=options.positive, default=400, metavar="N", help="per answer; default: %(default)s")
+    group.add_argument(
+        "--context", type=options.positive, default=512, metavar="N", help="of prompt and answer together; default: %(default)s"
+    )
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the answers; default: 0, greedy")
     group.add_argument("--thinking", choices=("on", "off"), help="the template's thinking mode; default: the template's own")
     group.add_argument("--slots", type=options.positive, default=64, metavar="N", help="answers at a time; default: %(default)s")
@@ -45,7 +54,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     group.add_argument("--endpoint-model", default="", metavar="NAME", help="as the server names it; default: its first")
     group = parser.add_argument_group("answers that are there already")
     group.add_argument(
-        "--answers", type=options.path, action="append", default=[], metavar="FILE.jsonl.gz", help="take in first; repeatable"
+        "--answers", type=options.path, action="extend", nargs="+", default=[], metavar="FILE.jsonl.gz", help="take in first"
     )
     group.add_argument("--export", type=options.path, metavar="FILE.jsonl.gz", help="write all answers into one compact file")
     parser.add_argument("--plan", action="store_true", help="say what would be done, and write nothing")
@@ -64,10 +73,13 @@ def run(args: argparse.Namespace) -> int:
     )
     given = given_questions(args.prompts, args.per_source, args.seed)
     target = options.load_target(args)
+    check_with(args, target)
     from blockdraft.training.corpus import Corpus, identity
 
-    thinking = {"on": True, "off": False, None: None}[args.thinking]
-    who = identity(target, thinking=thinking, max_new_tokens=args.max_new_tokens, temperature=args.temperature, context=CONTEXT)
+    thinking = _thinking(args)
+    who = identity(
+        target, thinking=thinking, max_new_tokens=args.max_new_tokens, temperature=args.temperature, context=args.context
+    )
     if args.plan:
         print(plan(args, given, who))
         return 0
@@ -97,20 +109,58 @@ def check(args: argparse.Namespace) -> None:
     """Refuse options that cannot take effect, before anything is loaded."""
     from blockdraft.training.synthesis import OPENINGS
 
-    unknown = [kind for kind in args.kinds.split(",") if kind not in OPENINGS]
+    unknown = [kind for kind in (args.kinds or KINDS).split(",") if kind not in OPENINGS]
     if unknown:
         raise UsageError(f"kind {unknown[0]!r} is unknown; use {', '.join(OPENINGS)}")
     if not (args.prompts or args.self_synthesize or args.text or args.answers or args.export):
         raise UsageError("nothing to ask: give --prompts FILE.jsonl, --self-synthesize N, --text FILE, or several of them")
     if args.endpoint and args.self_synthesize:
         raise UsageError("--self-synthesize works with the target loaded here; leave --endpoint out, or ask given --prompts")
-    if args.endpoint_model and not args.endpoint:
-        raise UsageError("--endpoint-model has no effect without --endpoint")
+    for option, partner in (("endpoint_model", "endpoint"), ("kinds", "self_synthesize"), ("per_source", "prompts")):
+        if getattr(args, option) and not getattr(args, partner):
+            raise UsageError(f"{_flag(option)} has no effect without {_flag(partner)}; leave it out")
+    if args.endpoint and not args.prompts:
+        raise UsageError("--endpoint has nothing to ask; give --prompts FILE.jsonl, or leave it out")
+    asks = args.prompts or args.self_synthesize or args.text or args.answers
+    if args.export and not asks and not (args.out / "corpus.json").exists():
+        raise UsageError(f"there is no corpus in {args.out} to export; name the folder that `blockdraft data` has filled")
+    for place in args.answers:
+        if not place.is_file():
+            raise UsageError(f"there is no file {place} for --answers")
+    if args.context < LEAST_CONTEXT:
+        raise UsageError(f"--context is {args.context}; it must be at least {LEAST_CONTEXT}")
+    if args.max_new_tokens >= args.context:
+        raise UsageError(
+            f"--max-new-tokens {args.max_new_tokens} leaves no room for a prompt in a --context of {args.context} tokens; "
+            "raise --context, and sequence_length in training with it"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check_with(args: argparse.Namespace, target: "Target") -> None:
+    """Refuse what the target cannot do, before the corpus folder is touched."""
+    from blockdraft.prompts import encode
+    from blockdraft.training.synthesis import user_frame
+
+    if args.context > target.context:
+        raise UsageError(f"--context is {args.context}, but {target.name} reads {target.context} tokens; lower it")
+    thinking = _thinking(args)
+    if args.self_synthesize:
+        user_frame(target, thinking)
+    if args.prompts or thinking is not None:
+        encode(target, "Hello", thinking=thinking)  # a template, and one that knows the mode
+
+
+def _thinking(args: argparse.Namespace) -> bool | None:
+    return {"on": True, "off": False, None: None}[args.thinking]
 
 
 def plan(args: argparse.Namespace, given: "list[Given]", who: dict[str, object]) -> str:
     """What would be done, as text."""
-    parts = [f"{len(given)} given prompts", f"{args.self_synthesize or 0} self-written messages ({args.kinds})"]
+    parts = [f"{len(given)} given prompts", f"{args.self_synthesize or 0} self-written messages ({args.kinds or KINDS})"]
     parts += [f"text of {place}" for place in args.text] + [f"answers of {file}" for file in args.answers]
     by = f"asked of {args.endpoint}" if args.endpoint else "answered here"
     return (
@@ -129,8 +179,8 @@ def fill(
 ) -> None:
     """Take in what is there, answer the given prompts, then write messages and answer those."""
     from blockdraft.progress import Progress
-    from blockdraft.prompts import encode
     from blockdraft.training.answering import Answering, Question, Tally
+    from blockdraft.training.questions import encoded
 
     take_in(args, target, corpus, given)
     tally = Tally()
@@ -138,12 +188,13 @@ def fill(
         ask_server(args, target, corpus, params, given, tally)
     elif given or args.self_synthesize:
         with Progress("Answering", len(given) + (args.self_synthesize or 0), unit="prompts") as progress:
-            asked = (Question(q.key, q.source, encode(target, q.messages, thinking=thinking), q.licence) for q in given)
-            answering = Answering(target, corpus, params, CONTEXT, args.slots, tally)
+            asked = (Question(q.key, q.source, ids, q.licence) for q, ids in encoded(given, target, thinking, tally.dropped))
+            answering = Answering(target, corpus, params, args.context, args.slots, tally)
             passes = [answering.given(asked)]
             if args.self_synthesize:
                 first = max(0, corpus.last_written(args.seed) - IN_FLIGHT * args.slots)
-                passes.append(answering.written(args.kinds.split(","), range(first, args.self_synthesize), args.seed, thinking))
+                kinds = (args.kinds or KINDS).split(",")
+                passes.append(answering.written(kinds, range(first, args.self_synthesize), args.seed, thinking))
             for _ in itertools.chain(*passes):
                 progress.update(tally.answers)
                 progress.note(tally.rate())
@@ -166,7 +217,7 @@ def take_in(args: argparse.Namespace, target: "Target", corpus: "Corpus", given:
                 added += 1
     if args.answers:
         print(f"blockdraft: {added} answers taken in, {missing} to prompts that --prompts does not hold", file=sys.stderr)
-    for row, licence in text_rows(args.text, target, CONTEXT):
+    for row, licence in text_rows(args.text, target, args.context):
         if row.key not in corpus.keys:
             corpus.take(row, licence)
     corpus.seal()
@@ -193,7 +244,7 @@ def ask_server(
 
     async def asking() -> None:
         with Progress("Asking", len(given), unit="prompts") as progress:
-            work = asyncio.create_task(endpoint.answer(target, corpus, given, params, CONTEXT, args.slots, tally))
+            work = asyncio.create_task(endpoint.answer(target, corpus, given, params, args.context, args.slots, tally))
             while not work.done():
                 await asyncio.wait({work}, timeout=0.5)
                 progress.update(tally.answers)

@@ -16,6 +16,7 @@ from blockdraft.budget import Budget, Pending
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.lookup import History
 from blockdraft.errors import UsageError
+from blockdraft.kernels import grow_tree
 from blockdraft.proposal import Proposal
 
 COPIED = 32  # tokens of the longest copy: it may reach beyond the block
@@ -24,11 +25,8 @@ COPIED = 32  # tokens of the longest copy: it may reach beyond the block
 def grow(logs: Tensor, words: Tensor, copies: Tensor, copy_logs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """The ``nodes`` most probable prefixes of every row, best first.
 
-    Level by level: the best prefixes of a level are extended by every word of the next slot, and the best of these stay; no
-    child is more probable than its parent, so nothing that is dropped could come back.
-
     Args:
-        logs: ``[rows, slots, k]`` log-probabilities of each slot's k most probable words; exact for ``k >= nodes``.
+        logs: ``[rows, slots, k]`` falling log-probabilities of each slot's k most probable words; exact for ``k >= nodes``.
         words: ``[rows, slots, k]`` int64, their ids.
         copies: ``[rows, length]`` int64, a chain of copied tokens; may be longer than the block.
         copy_logs: ``[rows, length]`` log-probability that the chain stands up to there, falling; minus infinity: no token.
@@ -38,6 +36,16 @@ def grow(logs: Tensor, words: Tensor, copies: Tensor, copy_logs: Tensor, nodes: 
     Returns:
         Tokens ``[rows, n]``, parents ``[rows, n]`` as in ``Proposal``, and falling log-probabilities ``[rows, n]``; minus
         infinity marks padding.
+    """
+    found = grow_tree(logs, words, copies, copy_logs, nodes)
+    return found if found is not None else grow_by_levels(logs, words, copies, copy_logs, nodes)
+
+
+def grow_by_levels(logs: Tensor, words: Tensor, copies: Tensor, copy_logs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``grow`` in torch, on any device.
+
+    The best prefixes of a level are extended by every word of the next slot, and the best of these stay; no child is more
+    probable than its parent, so nothing that is dropped could come back.
     """
     rows, slots, _ = logs.shape
     device = logs.device

@@ -1,13 +1,15 @@
 """SafeAILab's layout of an EAGLE-3 drafter: the ``config.json`` of a one-layer Llama with ``draft_vocab_size``, and its tensors.
 
-``d2t`` holds *offsets*: the target's id minus the drafter's. The tapped layers are said nowhere (inputs of 2, N // 2 and N - 3), or
-in ``eagle_config.eagle_aux_hidden_state_layer_ids``, which counts inputs too.
+The weights are ``model.safetensors`` or, in older ones, ``pytorch_model.bin``. ``d2t`` holds *offsets*: the target's id minus the
+drafter's. The tapped layers are said nowhere (inputs of 2, N // 2 and N - 3), or in
+``eagle_config.eagle_aux_hidden_state_layer_ids``, which counts inputs too.
 """
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig
 
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, default_taps
@@ -23,14 +25,16 @@ def is_eagle3(raw: dict[str, Any]) -> bool:
     return "draft_vocab_size" in raw and not any("dflash" in str(name).lower() for name in raw.get("architectures") or [])
 
 
-def read(folder: Path, target_layers: int) -> Eagle3:
+def read(folder: Path, target_layers: int, embedding: Tensor | None = None) -> Eagle3:
     """An EAGLE-3 network in the file's dtype, on the CPU.
 
     Args:
         target_layers: of the target, for the usual tapped layers.
+        embedding: ``[vocabulary, hidden]`` of the target: a copy of another one in the file tells that the drafter is not for it.
 
     Raises:
-        UsageError: not such a drafter, a key or tensor missing or wrong, a damaged file, or a vocabulary that maps nowhere.
+        UsageError: not such a drafter, a key or tensor missing or wrong, a damaged file, a vocabulary that maps nowhere, or
+            another target's embedding.
     """
     raw = files.read_config(folder)
     try:
@@ -42,11 +46,22 @@ def read(folder: Path, target_layers: int) -> Eagle3:
         raise UsageError(
             f"{folder / 'config.json'} does not describe an EAGLE-3 drafter: {type(error).__name__}: {reason}"
         ) from error
-    tensors = files.read_tensors(folder)
-    tensors.pop("embed_tokens.weight", None)  # a copy of the target's
+    tensors = files.read_tensors(folder, pickled=True)
+    copy = tensors.pop("embed_tokens.weight", None)
+    if copy is not None and embedding is not None and not _alike(copy, embedding):
+        raise UsageError(f"{folder} was made for another target: the embedding that it holds a copy of is not this target's")
     files.fill(network, tensors, folder)
     network.check(folder)
     return network
+
+
+def _alike(copy: Tensor, embedding: Tensor) -> bool:
+    """Whether one is the other, but for rounding and quantisation; padding rows aside."""
+    if copy.shape[1:] != embedding.shape[1:]:
+        return False
+    rows = min(len(copy), len(embedding), 1024)
+    ours, theirs = (table[:rows].detach().float().cpu() for table in (embedding, copy))
+    return float((ours - theirs).norm() / ours.norm()) < 0.3
 
 
 def unknown_keys(raw: dict[str, Any]) -> list[str]:
@@ -57,6 +72,7 @@ def unknown_keys(raw: dict[str, Any]) -> list[str]:
 def write(network: Eagle3, folder: Path, target_layers: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write ``config.json`` and ``model.safetensors`` into an existing folder."""
     config = network.config
+    rope = dict(config.backbone.rope_parameters or {})
     raw = {key: value for key, value in config.backbone.to_dict().items() if key not in ("transformers_version", "_name_or_path")}
     raw |= {
         "architectures": [ARCHITECTURE],
@@ -64,7 +80,8 @@ def write(network: Eagle3, folder: Path, target_layers: int, dtype: torch.dtype 
         "num_hidden_layers": 1,
         "vocab_size": config.vocabulary,
         "draft_vocab_size": config.words,
-        "rope_theta": dict(config.backbone.rope_parameters or {})["rope_theta"],
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
     }

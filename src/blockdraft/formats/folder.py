@@ -36,19 +36,34 @@ def read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path, pickled: bool = False) -> dict[str, Tensor]:
     """The tensors of ``model.safetensors``.
+
+    Args:
+        pickled: where there is none, read ``pytorch_model.bin``: tensors alone, nothing in it is executed.
 
     Raises:
         UsageError: missing or damaged.
     """
     path = folder / "model.safetensors"
+    if pickled and not path.exists() and (folder / "pytorch_model.bin").exists():
+        return _pickled(folder / "pytorch_model.bin")
     try:
         return load_file(path)
     except FileNotFoundError:
         raise UsageError(f"{folder} has no model.safetensors: the drafter's weights are missing") from None
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def _pickled(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling fails in many ways
+        raise UsageError(f"{path} is damaged, or holds more than tensors: {' '.join(str(error).split())[:120]}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise UsageError(f"{path} does not hold named tensors")
+    return tensors
 
 
 def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:

@@ -13,13 +13,15 @@ from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
 from blockdraft.training.corpus import Corpus, Row, written_key
-from blockdraft.training.synthesis import loop_share, loops, message_text, normalised, opening_of, user_frame
+from blockdraft.training.questions import normalised
+from blockdraft.training.synthesis import loop_share, loops, message_text, opening_of, user_frame
 
 MESSAGE_TOKENS = (4, 160)  # a self-written message of fewer or more tokens is no usual request
 MESSAGE_MIN_P = 0.02  # a message's tokens are drawn from those of at least this share of the best one's probability
 PROMPTS_OF_A_PASS = 8  # one pass over several prompts costs less than one each; waiting for as many free slots costs little
 LOOP_LIMIT = 0.25  # a message that repeats more than this share of its 8-grams is dropped
 LOOP_CHECK = 16  # tokens between looks for a loop
+SAME = 200  # characters of self-written messages that are compared: how they go on is often chance
 WINDOW = 256  # questions that are put in order of length, so that prompts of one pass are of like length
 
 
@@ -41,7 +43,7 @@ class Tally:
         answers, tokens: kept.
         looped: cut where they had begun to loop.
         dropped: what was not kept, by reason.
-        slot_steps, token_steps: slots of all passes, and those that gave a token.
+        slot_steps, token_steps: slots of all passes, and those that gave a token, of a message or an answer.
         began: the clock at the start of the run.
     """
 
@@ -60,7 +62,10 @@ class Tally:
     def summary(self) -> str:
         """One line."""
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "nothing"
-        busy = f"{100 * self.token_steps / self.slot_steps:.0f} % of slot-steps gave a token; " if self.slot_steps else ""
+        busy = ""
+        if self.slot_steps:
+            shares = (100 * count / self.slot_steps for count in (self.token_steps, self.tokens))
+            busy = "{:.0f} % of slot-steps gave a token, {:.0f} % one of an answer; ".format(*shares)
         kept = f"{self.answers} answers ({self.looped} cut at a loop), {self.tokens} tokens, {self.rate()}"
         return f"{kept}; {busy}dropped: {dropped}"
 
@@ -138,7 +143,7 @@ class Answering:
         tokenizer, tally = self.target.tokenizer, self.tally
         assert tokenizer is not None
         frame = user_frame(self.target, thinking)
-        known = {normalised(message_text(self.target, frame, row.prompt)) for row in self.corpus.rows()}
+        known = {normalised(message_text(self.target, frame, row.prompt))[:SAME] for row in self.corpus.rows()}
         params = SamplingParams(max_new_tokens=MESSAGE_TOKENS[1], temperature=1.0, min_p=MESSAGE_MIN_P, seed=seed)
         ready: deque[Job] = deque()  # answers, asked several at a time: their prompts are longer than openings of messages
         draining = False
@@ -147,11 +152,12 @@ class Answering:
             def check(request: Request) -> None:
                 ids = [*opening, *request.output[:-1]]
                 text = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
-                fault = message_fault(ids, normalised(text), request.finish_reason == "stop", known)
+                same = normalised(text)[:SAME]
+                fault = message_fault(ids, same, request.finish_reason == "stop", known)
                 if fault:
                     tally.dropped[fault] += 1
                     return
-                known.add(normalised(text))
+                known.add(same)
                 question = Question(written_key(seed, number), kind, encode(self.target, text, thinking=thinking))
                 job = self._job(question, number)
                 if job is not None:

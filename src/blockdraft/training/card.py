@@ -11,7 +11,7 @@ from blockdraft.drafters.dflash import DFlashConfig
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config
 from blockdraft.drafters.shortlist import write_shortlist
 from blockdraft.formats import eagle3, zlab
-from blockdraft.load import load_drafter
+from blockdraft.load import digest_of, load_drafter
 from blockdraft.store import write_whole
 from blockdraft.training.config import TrainConfig
 from blockdraft.training.evaluate import Real, by_source, decode_held_out, fresh
@@ -39,7 +39,8 @@ def write_drafter(run: Run, folder: Path, weights: dict[str, Tensor], step: int,
         "name": run.target.name,
         "hidden_size": run.target.hidden_size,
         "layers": len(run.target.layers),
-        "weights_sha256": run.target.digest,
+        "weights_sha256": digest_of(run.target),
+        "thinking": run.documents.made_with["thinking"][0] if "thinking" in run.documents.made_with else None,
     }
     write_whole(folder / "target.json", lambda path: path.write_text(json.dumps(who, indent=1) + "\n"))
     card = model_card(run, step, measured or {})
@@ -52,7 +53,7 @@ def measure(run: Run, folder: Path) -> Measured:
     drafter = load_drafter(folder, run.target)
     tokens = run.config.evaluate_tokens
     found = {}
-    for source, documents in by_source(run.documents.held_out, 4).items():
+    for source, documents in by_source([d for d in run.documents.held_out if not d.foreign], 4).items():
         decode_held_out(run.target, None, documents[:1], tokens, 1)  # first calls of a shape are slow
         plain, drafted = (decode_held_out(run.target, d, documents, tokens, 1) for d in (None, drafter))
         found[source] = (plain, drafted)
@@ -73,7 +74,7 @@ def model_card(run: Run, step: int, measured: Measured) -> str:
     )
     licences = {source: ", ".join(sorted(documents.licences.get(source, {"unknown"}))) for source in tokens}
     data = "\n".join(f"| {source} | {count:,} | {licences[source]} |" for source, count in sorted(tokens.items()))
-    made = ", ".join(f"{key} {value}" for key, value in sorted(documents.made_with.items()))
+    made = ", ".join(f"{key} {' and '.join(map(str, values))}" for key, values in sorted(documents.made_with.items()))
     kind = "EAGLE-3" if isinstance(c, Eagle3Config) else "DFlash"
     count = f"{c.backbone.num_hidden_layers} layer{'s' * (c.backbone.num_hidden_layers > 1)}"
     sizes = f"{count} of width {c.backbone.hidden_size}, {parameters:,} parameters in bfloat16"

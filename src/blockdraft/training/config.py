@@ -37,6 +37,7 @@ class TrainConfig:
     # ---- what is trained, on what
     target: str = option("smollm2-135m", "target: model folder, .gguf file, Hugging Face id, or smollm2-135m")
     corpus: list[str] = option([], "corpus folders made by `blockdraft data` for this target")
+    thinking: bool | None = option(None, "the thinking mode that the corpora must be of; null: whichever, but the same")
     out: str = option("", "run folder: checkpoints, metrics.jsonl, the drafter; started again, the run goes on")
     device: str | None = option(None, "cpu, cuda or cuda:N; null: the best there is (under accelerate: its own)")
     dtype: str | None = option(None, "of the target; null: bfloat16 where the hardware multiplies it")
@@ -133,6 +134,8 @@ class TrainConfig:
             raise UsageError("gamma and dpace are two rules for the same weights; leave one of them out")
         if self.optimizer != "muon" and self.muon_learning_rate != 0.02:
             raise UsageError("muon_learning_rate has no effect with optimizer adamw; use optimizer=muon or leave it out")
+        if self.head_dim is not None and self.head_dim % 2:
+            raise UsageError(f"head_dim is {self.head_dim}; it must be even, since positions turn pairs of numbers")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UsageError(f"betas is {self.betas}; it must be two numbers from 0 to below 1")
 

@@ -79,6 +79,8 @@ def _sha(text: str) -> str:
 class Corpus:
     """A corpus folder, read and extended.
 
+    It has an identity from its first row on: what was refused before leaves a folder that any target can have.
+
     Args:
         folder: made if it is not there.
         identity: of the target; None: only read.
@@ -112,7 +114,8 @@ class Corpus:
         self._pending = [row for row in self._read_pending() if row.key not in self.keys]
         for row in self._pending:
             self._note(row)
-        if identity is not None:
+        self._begun = manifest.exists()
+        if identity is not None and self._begun:
             self._write_pending()  # without the line that a kill cut: the next row must not be appended to it
             self._write_manifest()
 
@@ -133,7 +136,7 @@ class Corpus:
         Args:
             licence: of its prompt; a message that the target wrote itself has the target's.
         """
-        self.licences.setdefault(row.source, set()).add(licence)
+        self._licence(row.source, licence)
         with (self.folder / "pending.jsonl").open("a") as journal:
             journal.write(_line(row))
         self._note(row)
@@ -143,11 +146,18 @@ class Corpus:
 
     def take(self, row: Row, licence: str = "the target's") -> None:
         """Store a row that can be had again, without waiting for the disk; ``seal`` makes it last."""
-        self.licences.setdefault(row.source, set()).add(licence)
+        self._licence(row.source, licence)
         self._note(row)
         self._pending.append(row)
         if len(self._pending) >= SHARD_ROWS:
             self.seal()
+
+    def _licence(self, source: str, licence: str) -> None:
+        """Note the licence of a row that comes; a new one is on disk before its row is."""
+        known = self.licences.setdefault(source, set())
+        if licence not in known or not self._begun:
+            known.add(licence)
+            self._write_manifest()
 
     def last_written(self, seed: int) -> int:
         """The highest number of a self-written message of this seed that is answered; 0 if there is none."""
@@ -181,6 +191,7 @@ class Corpus:
             "licences": {source: sorted(found) for source, found in self.licences.items()},
         }
         write_whole(self.folder / "corpus.json", lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
+        self._begun = True
 
     def _shards(self) -> list[Path]:
         return sorted(self.folder.glob("answers-*.safetensors"))

@@ -28,7 +28,7 @@ class Documents:
         tokens: answer tokens of the training documents, by source.
         dropped, cut: conversations without a place for a block, and those longer than a row.
         licences: of the prompts, by source.
-        made_with: thinking mode and sampling of the corpora.
+        made_with: thinking mode, sampling and lengths of the corpora, all values of each.
     """
 
     train: list[Document]
@@ -37,11 +37,18 @@ class Documents:
     dropped: int = 0
     cut: int = 0
     licences: dict[str, set[str]] = field(default_factory=dict)
-    made_with: dict[str, Any] = field(default_factory=dict)
+    made_with: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def read_documents(corpora: Sequence[str], target: Target, length: int, held_out: int, seed: int) -> Documents:
+def read_documents(
+    corpora: Sequence[str], target: Target, length: int, held_out: int, seed: int, thinking: bool | None = None
+) -> Documents:
     """All conversations of the corpora, in a fixed order.
+
+    Args:
+        length: tokens that a conversation is cut to.
+        held_out: conversations kept out of training: of the target's own, if there are enough of them.
+        thinking: the mode that all corpora must have been made in; None: whichever it is, but the same.
 
     Raises:
         UsageError: no corpus, one of another target (names what differs), corpora of different kinds, a damaged shard, or fewer
@@ -54,12 +61,10 @@ def read_documents(corpora: Sequence[str], target: Target, length: int, held_out
     for place in corpora:
         corpus = Corpus(Path(place).expanduser())
         _refuse_another(corpus, target)
-        made_with = {key: value for key, value in corpus.identity.items() if key not in WHO}
-        if "thinking" in differing(found.made_with, made_with, found.made_with.keys() & made_with.keys()):
-            raise UsageError(
-                f"corpus {place} was made with thinking {made_with['thinking']!r}, another with {found.made_with['thinking']!r}"
-            )
-        found.made_with |= made_with
+        _refuse_another_mode(place, corpus.identity.get("thinking"), thinking, found.made_with.get("thinking", []))
+        for key, value in corpus.identity.items():
+            if key not in WHO and value not in found.made_with.setdefault(key, []):
+                found.made_with[key].append(value)
         for source, names in corpus.licences.items():
             found.licences[source] = found.licences.get(source, set()) | names
         for row in corpus.rows():
@@ -75,7 +80,10 @@ def read_documents(corpora: Sequence[str], target: Target, length: int, held_out
         raise UsageError(f"held_out is {held_out}, but the corpus has only {len(found.train)} conversations; hold out fewer")
     # The order is that of the keys' digests, not of files: every reading of the same corpora holds out the same conversations.
     found.train.sort(key=lambda d: counter_uniform(seed, *d.key.encode()))
-    found.held_out, found.train = found.train[:held_out], found.train[held_out:]
+    own = [document for document in found.train if not document.foreign]
+    found.held_out = (own if len(own) > held_out else found.train)[:held_out]
+    kept = {document.key for document in found.held_out}
+    found.train = [document for document in found.train if document.key not in kept]
     for document in found.train:
         found.tokens[document.source] += len(document.ids) - document.start
     return found
@@ -85,6 +93,17 @@ def frequent_words(documents: Sequence[Document]) -> Tensor:
     """Tokens of the answers by falling frequency, int64."""
     counts = Counter(token for d in documents for token in d.ids[d.start :])
     return torch.tensor([token for token, _ in counts.most_common()])
+
+
+def _refuse_another_mode(place: str, mode: bool | None, asked: bool | None, others: Sequence[bool | None]) -> None:
+    if asked is not None and mode != asked:
+        raise UsageError(f"corpus {place} was made with thinking {_mode(mode)}, the recipe asks for {_mode(asked)}")
+    if others and mode not in others:
+        raise UsageError(f"corpus {place} was made with thinking {_mode(mode)}, another with {_mode(others[0])}")
+
+
+def _mode(thinking: bool | None) -> str:
+    return {True: "on", False: "off", None: "as its template has it"}[thinking]
 
 
 def _refuse_another(corpus: Corpus, target: Target) -> None:

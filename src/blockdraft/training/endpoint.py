@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 
 from blockdraft.errors import BlockdraftError, UsageError
-from blockdraft.prompts import encode
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
-from blockdraft.training.answering import Tally
+from blockdraft.training.answering import LOOP_CHECK, Tally
 from blockdraft.training.corpus import Corpus, Row
-from blockdraft.training.questions import Given
+from blockdraft.training.questions import Given, encoded
+from blockdraft.training.synthesis import loops
 
 TRIES = 6  # a busy or restarting server is asked again after 1, 2, 4, 8, 16 s
 FIRST_WAIT = 1.0
@@ -62,20 +62,21 @@ class Endpoint:
         async with httpx.AsyncClient(headers=headers, timeout=600, limits=limits, trust_env=False) as client:
             if not self.model:
                 listed = await self._call(client, "GET", "/models", None)
-                assert listed is not None
-                self.model = listed["data"][0]["id"]
+                try:
+                    self.model = str((listed or {})["data"][0]["id"])
+                except (KeyError, IndexError, TypeError) as error:
+                    raise UsageError(f"{self.url}/models lists no model; name one with --endpoint-model") from error
 
             thinking = corpus.identity.get("thinking")
 
-            async def one(question: Given) -> None:
-                prompt = encode(target, question.messages, thinking=thinking)
+            async def one(question: Given, prompt: list[int]) -> None:
                 if len(prompt) >= context - 8:
                     tally.dropped["prompts too long"] += 1
                     return
                 body = self._body(question, params, thinking, context - len(prompt))
                 async with gate:
                     found = await self._call(client, "POST", "/chat/completions", body)
-                row = None if found is None else _row(target, question, found, prompt)
+                row = None if found is None else self._row(target, question, found, prompt, tally)
                 if row is None:
                     tally.dropped["refused by the server" if found is None else "empty answers"] += 1
                     return
@@ -84,9 +85,9 @@ class Endpoint:
                 tally.tokens += len(row.answer)
 
             async with asyncio.TaskGroup() as group:
-                for question in questions:
+                for question, prompt in encoded(questions, target, thinking, tally.dropped):
                     if question.key not in corpus.keys:
-                        group.create_task(one(question))
+                        group.create_task(one(question, prompt))
 
     def _body(self, question: Given, params: SamplingParams, thinking: bool | None, room: int) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -125,19 +126,30 @@ class Endpoint:
                 continue
             if response.status_code != 200:
                 raise UsageError(f"{self.url}{path} refuses with status {response.status_code}: {response.text[:200]}")
-            return dict(response.json())
+            try:
+                return dict(response.json())
+            except (ValueError, TypeError) as error:
+                raise UsageError(
+                    f"{self.url}{path} does not answer with a JSON object ({response.text[:60]!r}); "
+                    "is it an OpenAI-compatible server?"
+                ) from error
         raise BlockdraftError(f"{self.url}{path} did not answer in {TRIES} tries: {reason}; the same command goes on from there")
 
-
-def _row(target: Target, question: Given, found: dict[str, Any], prompt: list[int]) -> Row | None:
-    choice = found["choices"][0]
-    finished = choice["finish_reason"] == "stop"
-    ids = choice.get("token_ids")
-    if ids is None:
-        assert target.tokenizer is not None
-        text = choice["message"].get("content") or ""
-        ids = list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if finished and target.end_tokens:
-            end = target.tokenizer.eos_token_id
-            ids.append(end if end in target.end_tokens else target.end_tokens[0])
-    return Row(question.key, question.source, prompt, list(ids), finished) if len(ids) > 1 else None
+    def _row(self, target: Target, question: Given, found: dict[str, Any], prompt: list[int], tally: Tally) -> Row | None:
+        """The answer, cut where it has begun to loop as answers made here are; None if it is empty."""
+        try:
+            choice = found["choices"][0]
+            finished, ids = choice["finish_reason"] == "stop", choice.get("token_ids")
+            text = "" if ids is not None else choice["message"].get("content") or ""
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UsageError(f"{self.url} answers without choices; is it an OpenAI-compatible server?") from error
+        if ids is None:
+            assert target.tokenizer is not None
+            ids = list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+            if finished and target.end_tokens:
+                end = target.tokenizer.eos_token_id
+                ids.append(end if end in target.end_tokens else target.end_tokens[0])
+        looped = next((end for end in range(LOOP_CHECK, len(ids), LOOP_CHECK) if loops(ids[:end])), None)
+        tally.looped += looped is not None
+        ids, finished = list(ids[:looped]), finished and looped is None
+        return Row(question.key, question.source, prompt, ids, finished) if len(ids) > 1 else None

@@ -8,11 +8,12 @@ import gzip
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.prompts import encode
+from blockdraft.prompts import PromptRefused, encode
 from blockdraft.store import write_whole
 from blockdraft.target import Target
 from blockdraft.training.corpus import Corpus, Row, differing
@@ -22,7 +23,8 @@ from blockdraft.training.synthesis import message_text, user_frame
 
 def export_answers(corpus: Corpus, target: Target, out: Path) -> int:
     """Write all rows of a corpus; returns how many."""
-    lines = [json.dumps({"identity": corpus.identity}) + "\n"]
+    licences = {source: sorted(names) for source, names in corpus.licences.items()}
+    lines = [json.dumps({"identity": corpus.identity, "licences": licences}) + "\n"]
     thinking = corpus.identity.get("thinking")
     frame = user_frame(target, thinking)
     for row in corpus.rows():
@@ -48,9 +50,10 @@ def read_answers(path: Path, target: Target, given: Sequence[Given], who: dict[s
     """
     thinking = who.get("thinking")
     licences = {question.key: question.licence for question in given}
-    prompts = {question.key: encode(target, question.messages, thinking=thinking) for question in given}
+    prompts = {question.key: ids for question, ids in _encodable(given, target, thinking)}
     sources = {question.key: question.source for question in given}
     by_ids = {tuple(ids): key for key, ids in prompts.items()}
+    of_sources: dict[str, list[str]] = {}
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             lines = file.read().split("\n")
@@ -63,13 +66,25 @@ def read_answers(path: Path, target: Target, given: Sequence[Given], who: dict[s
             entry = json.loads(line)
             if "identity" in entry:
                 _refuse_another(path, entry["identity"], who)
+                of_sources = dict(entry.get("licences", {}))
                 continue
             row = _plain(entry, by_ids, sources, target) if "response_ids" in entry else _compact(entry, prompts, target, thinking)
             if row is not None and not all(0 <= token < target.embedding.num_embeddings for token in (*row.prompt, *row.answer)):
                 raise ValueError("token ids outside of the vocabulary")
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path}, line {number}: no row of answers ({type(error).__name__}: {error})") from error
-        yield None if row is None else (row, licences.get(row.key, "the target's"))
+        yield None if row is None else (row, licences.get(row.key) or _licence(row, of_sources))
+
+
+def _licence(row: Row, of_sources: dict[str, list[str]]) -> str:
+    """Of a prompt that is not given: the target's own message, or what the file says of its source."""
+    return "the target's" if row.key.startswith("written/") else ", ".join(of_sources.get(row.source, ["unknown"]))
+
+
+def _encodable(given: Sequence[Given], target: Target, thinking: bool | None) -> Iterator[tuple[Given, list[int]]]:
+    for question in given:
+        with suppress(PromptRefused):  # it has no answer then
+            yield question, encode(target, question.messages, thinking=thinking)
 
 
 def _refuse_another(path: Path, found: dict[str, Any], who: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import BlockdraftError, UsageError
-from blockdraft.store import write_whole
+from blockdraft.store import lock, write_whole
 from blockdraft.target import Target
 from blockdraft.training.batches import Batch, Document
 
@@ -114,7 +114,10 @@ def _groups(indices: list[int], documents: Sequence[Document], device: torch.dev
 
 
 class Disk:
-    """One file of all features, each document at its place, and one byte per document that tells what is there."""
+    """One file of all features, each document at its place, and one byte per document that tells what is there.
+
+    Processes of one machine share it: what one of them computed the others find when they look at the flags again.
+    """
 
     def __init__(self, folder: Path, features: Features):
         self._dtype = features.target.dtype
@@ -130,29 +133,42 @@ class Disk:
             "documents_sha256": keys,
         }
         shape = (int(self._starts[-1]), features.width * self._dtype.itemsize)
-        manifest = folder / "features.json"
-        if manifest.exists():
-            found = json.loads(manifest.read_text())
-            differing = [key for key in identity if found.get(key) != identity[key]]
-            if differing:
-                raise UsageError(
-                    f"{folder} holds features of another {differing[0]} ({found.get(differing[0])}); delete the folder"
-                )
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            needed, free = shape[0] * shape[1], shutil.disk_usage(folder).free
-            if needed > 0.95 * free:
-                raise UsageError(
-                    f"features take {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; "
-                    "use features=online, or another out"
-                )
-            with (folder / "features.bin").open("wb") as file:
-                reserve(file.fileno(), needed)
-            write_whole(folder / "there.bin", lambda path: path.write_bytes(bytes(len(lengths))))
-            write_whole(manifest, lambda path: path.write_text(json.dumps(identity, indent=1) + "\n"))
+        self._folder, self._flags = folder, folder / "there.bin"
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder / ".lock"):
+            if (folder / "features.json").exists():
+                self._check(identity, shape[0] * shape[1], len(lengths))
+            else:
+                self._make(identity, shape[0] * shape[1], len(lengths))
+            self._there = bytearray(self._flags.read_bytes())
         self._bytes = np.memmap(folder / "features.bin", np.uint8, "r+", shape=shape)
-        self._flags = folder / "there.bin"
-        self._there = bytearray(self._flags.read_bytes())
+
+    def _check(self, identity: dict[str, object], size: int, documents: int) -> None:
+        try:
+            found = json.loads((self._folder / "features.json").read_text())
+            sizes = {name: (self._folder / name).stat().st_size for name in ("features.bin", "there.bin")}
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{self._folder} holds damaged features ({error}); delete the folder") from error
+        differing = [key for key in identity if found.get(key) != identity[key]]
+        if differing:
+            raise UsageError(
+                f"{self._folder} holds features of another {differing[0]} ({found.get(differing[0])}); delete the folder"
+            )
+        for name, wanted in (("features.bin", size), ("there.bin", documents)):
+            if sizes[name] != wanted:
+                raise UsageError(f"{self._folder / name} has {sizes[name]} bytes instead of {wanted}; delete the folder")
+
+    def _make(self, identity: dict[str, object], size: int, documents: int) -> None:
+        free = shutil.disk_usage(self._folder).free
+        if size > 0.95 * free:
+            raise UsageError(
+                f"features take {size / 1e9:.1f} GB, {self._folder} has {free / 1e9:.1f} GB free; "
+                "use features=online, or another out"
+            )
+        with (self._folder / "features.bin").open("wb") as file:
+            reserve(file.fileno(), size)
+        write_whole(self._flags, lambda path: path.write_bytes(bytes(documents)))
+        write_whole(self._folder / "features.json", lambda path: path.write_text(json.dumps(identity, indent=1) + "\n"))
 
     def read(self, index: int) -> Tensor | None:
         if not self._there[index]:
@@ -165,9 +181,11 @@ class Disk:
         self._there[index] = 1
 
     def flush(self) -> None:
-        """Make what was written so far last: first the features, then the flags that promise them."""
+        """Make what was written so far last: first the features, then the flags that promise them, and see those of others."""
         self._bytes.flush()
-        write_whole(self._flags, lambda path: path.write_bytes(self._there))
+        with lock(self._folder / ".lock"):
+            self._there = bytearray(ours | theirs for ours, theirs in zip(self._there, self._flags.read_bytes(), strict=True))
+            write_whole(self._flags, lambda path: path.write_bytes(self._there))
 
 
 def reserve(file: int, size: int) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.prompts import Message, read_prompts
+from blockdraft.prompts import Message, PromptRefused, encode, read_prompts
+from blockdraft.target import Target
+
+MARKS, QUOTES = ".,;:!?\u2026", "\"'`\u2018\u2019\u201c\u201d"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,38 @@ def given_questions(places: Sequence[str], per_source: int | None, seed: int) ->
         if per_source is None or seen[question.source] <= per_source:
             kept.append(question)
     return kept
+
+
+def encoded(
+    given: Sequence[Given], target: Target, thinking: bool | None, dropped: Counter[str]
+) -> Iterator[tuple[Given, list[int]]]:
+    """Questions with their token ids; what is another one but for case, blanks and punctuation is left out.
+
+    Args:
+        dropped: counts those, and what the target's template refuses.
+    """
+    seen: set[str] = set()
+    for question in given:
+        text = normalised("\n".join(message["content"] for message in question.messages))
+        if text in seen:
+            dropped["near-duplicates"] += 1
+            continue
+        seen.add(text)
+        try:
+            ids = encode(target, question.messages, thinking=thinking)
+        except PromptRefused:
+            dropped["refused by the template"] += 1
+            continue
+        yield question, ids
+
+
+def normalised(text: str) -> str:
+    """What near-duplicates have in common: their words in lower case, without quotes and the marks that end a sentence.
+
+    Whatever is within a word, and every operator, is meaning: 3.5 is not 35, a + b is not a - b.
+    """
+    words = (word.strip(QUOTES).rstrip(MARKS).strip(QUOTES) for word in text.lower().split())
+    return " ".join(word for word in words if word)
 
 
 def _read(place: str) -> Iterable[Given]:

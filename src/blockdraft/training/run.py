@@ -67,7 +67,7 @@ def prepare(config: TrainConfig, device: str | None = None) -> Run:
     """
     target = load_target(config.target, config.dtype, config.device or device)
     target.model.requires_grad_(False)
-    documents = read_documents(config.corpus, target, config.sequence_length, config.held_out, config.seed)
+    documents = read_documents(config.corpus, target, config.sequence_length, config.held_out, config.seed, config.thinking)
     longest = max(len(d.ids) - d.start for d in documents.train)
     if config.block_size > longest:
         raise UsageError(f"block_size is {config.block_size}, but the longest answer of the corpus has {longest} tokens")

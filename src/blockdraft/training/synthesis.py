@@ -74,11 +74,6 @@ def opening_of(kinds: list[str], seed: int, number: int) -> tuple[str, str]:
     return ("conversation", "") if chance.random() < 0.2 else (kind, chance.choice(OPENINGS[kind]))
 
 
-def normalised(text: str) -> str:
-    """What near-duplicates have in common: letters and digits of the first 200 characters, in lower case."""
-    return "".join(c for c in text.lower() if c.isalnum())[:200]
-
-
 def loop_share(ids: list[int], width: int = 8) -> float:
     """Share of the n-grams of a text that it has said before: near 1 for a degenerate loop."""
     grams = Counter(tuple(ids[i : i + width]) for i in range(len(ids) - width + 1))

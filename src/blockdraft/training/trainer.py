@@ -36,9 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 from blockdraft.drafters.dflash import DFlash
 from blockdraft.drafters.eagle3 import Eagle3
 from blockdraft.errors import BlockdraftError, UsageError
-from blockdraft.memory import keep_freed_memory
+from blockdraft.memory import available_memory, keep_freed_memory
 from blockdraft.progress import Progress
-from blockdraft.store import write_whole
+from blockdraft.store import lock, write_whole
 from blockdraft.training.batches import Batch, Batches, Document, seed_of
 from blockdraft.training.blocks import Blocks, block_embeddings
 from blockdraft.training.card import measure, write_drafter
@@ -54,7 +54,9 @@ from blockdraft.training.unrolled import Unrolled
 
 # Keys that may change when a run goes on: they decide what is shown and kept, not what is trained.
 FREE = frozenset(
-    "out log_every evaluate_every evaluate_prompts evaluate_tokens checkpoint_every keep trackers features shortlist".split()
+    (
+        "out log_every evaluate_every evaluate_prompts evaluate_tokens checkpoint_every keep trackers features shortlist thinking"
+    ).split()
 )
 ESTIMATE_ANCHORS = 16  # blocks of a held-out row: enough for two digits
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -82,6 +84,8 @@ class Trainer:
         keep_freed_memory()
         self.accelerator = Accelerator(cpu=config.device == "cpu", log_with=config.trackers or None, project_dir=str(self.out))
         self.parts, self.part = self.accelerator.num_processes, self.accelerator.process_index
+        if self.parts > 1 and config.device not in (None, "cpu"):
+            raise UsageError(f"device is {config.device}; accelerate gives each of {self.parts} processes its own: leave it out")
         if config.rows % self.parts:
             raise UsageError(f"rows is {config.rows}; with {self.parts} processes it must be a multiple of {self.parts}")
         self.run = prepare(config, str(self.accelerator.device))
@@ -142,6 +146,9 @@ class Trainer:
         last = self.config.kl_weight > 0 or any(document.foreign for document in documents)
         return Features(self.target, documents, self.run.network.config.taps, last, place)
 
+    def _features_bytes(self) -> int:
+        return self._features(self.run.documents.train, "online").bytes()
+
     # ---- the loop
 
     def train(self) -> Path | None:
@@ -153,7 +160,7 @@ class Trainer:
         """
         self._enter()
         window, began = None, time.perf_counter()
-        with Progress("Training", self.run.steps, on=self.main) as progress, self._interruptible() as asked:
+        with self._locked(), Progress("Training", self.run.steps, on=self.main) as progress, self._interruptible() as asked:
             while self.step < self.run.steps and not self._stale():
                 if asked:
                     self._save()
@@ -179,6 +186,15 @@ class Trainer:
                     began = time.perf_counter()
         self.accelerator.end_training()
         return self._finish() if self.main else None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The run folder is this run's while it trains."""
+        if not self.main:
+            yield
+            return
+        with lock(self.out / ".lock", f"another process trains in {self.out}; wait for it, or take another out"):
+            yield
 
     @contextmanager
     def _interruptible(self) -> Iterator[list[int]]:
@@ -268,9 +284,10 @@ class Trainer:
             labels = torch.where(known, labels, words.ids[0])
         teacher = teacher.flatten(0, 1) if teacher is not None and config.kl_weight else None
         valid, known = valid.flatten(0, 1), known.flatten(0, 1)
+        shown = shown.flatten(0, 1) if shown is not None else None
         slots = hidden[:, :, 1 - block_size :].flatten(0, 1)  # all but the anchor's own
         total, weight, entropies, correct = block_loss(slots, labels.flatten(0, 1), known, teacher, words, self.run.rule, theirs)
-        return total, Sums.of(total, weight, entropies * known, correct, valid)
+        return total, Sums.of(total, weight, entropies * known, correct, valid, shown)
 
     def _embeddings(self, network: DFlash | Eagle3, batch: Batch, shown: Tensor | None) -> Tensor:
         """What the drafter reads of the target's embedding: a DFlash's blocks, or the tokens of the rows."""
@@ -316,20 +333,22 @@ class Trainer:
         if self.main:
             bare = _bare(weights)
             drafter = as_drafter(self.run.network, bare, self.target)
-            held_out = self.run.documents.held_out
+            held_out = [document for document in self.run.documents.held_out if not document.foreign]
             real = decode_held_out(
                 self.target, drafter, spread(held_out, self.config.evaluate_prompts), self.config.evaluate_tokens
             )
             tau = [real.tau]
             estimate = self._estimate(bare)
             self._note({"held_out": estimate, "real_tau": real.tau, "real_first_slot": real.first_slot})
+            told = f"tau {real.tau:.3f} in real decoding" if real.tau else "no held-out answer to decode"
             print(
-                f"blockdraft: step {self.step}: tau {real.tau or 0:.3f} in real decoding "
-                f"(estimate on held-out conversations {estimate['estimated_tau']:.3f})",
+                f"blockdraft: step {self.step}: {told} (estimate on held-out conversations {estimate['estimated_tau']:.3f})",
                 file=sys.stderr,
             )
         broadcast_object_list(tau)
-        if tau[0] is not None and (self.best is None or tau[0] > self.best[1]):
+        if tau[0] is None:  # text alone: the newest weights are the best that is known
+            self.best = (self.step, 0.0)
+        elif self.best is None or tau[0] > self.best[1]:
             self.best, self.worse = (self.step, float(tau[0])), 0
         else:
             self.worse += 1
@@ -395,6 +414,7 @@ class Trainer:
             set_state_dict(self.blocks, self.optimizer, model_state_dict=prefixed, optim_state_dict=optimizer, options=WHOLE)
             self.step, self.worse = int(state["step"]), int(state["worse"])
             self.best = tuple(state["best"]) if state["best"] else None
+        self._refuse_full_memory()
         if self.main:
             self._refuse_full_disk()
             self.out.mkdir(parents=True, exist_ok=True)
@@ -408,8 +428,18 @@ class Trainer:
         parameters = sum(p.numel() for p in self.run.network.parameters())
         place = next(folder for folder in (self.out, *self.out.resolve().parents) if folder.exists())
         needed, free = 12 * parameters * (self.config.keep + 2), shutil.disk_usage(place).free
+        if self.config.features == "disk" and not (self.out / "features" / "features.json").exists():
+            needed += self._features_bytes()
         if needed > free:
-            raise UsageError(f"checkpoints take {needed / 1e9:.2f} GB, {place} has {free / 1e9:.2f} GB free; use another out")
+            what = "checkpoints and features" if self.config.features == "disk" else "checkpoints"
+            raise UsageError(f"{what} take {needed / 1e9:.2f} GB, {place} has {free / 1e9:.2f} GB free; use another out")
+
+    def _refuse_full_memory(self) -> None:
+        needed, free = self._features_bytes(), available_memory()
+        if self.config.features == "memory" and needed > 0.8 * free:
+            raise UsageError(
+                f"features take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free; use features=disk or online"
+            )
 
     def _forget_behind(self) -> None:
         """Lines of metrics behind the checkpoint belong to steps that a kill undid."""
@@ -494,9 +524,10 @@ def _flat(figures: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _line(figures: dict[str, Any], best: tuple[int, float] | None) -> str:
+    estimate = figures["estimated_tau"]  # None where every block showed something
     parts = [
         f"loss {figures['loss']:.3f}",
-        f"estimate {figures['estimated_tau']:.2f}",
+        *([f"estimate {estimate:.2f}"] if estimate is not None else []),
         f"{figures['blocks_per_second']:.0f} blocks/s",
     ]
     return "  ".join([*parts, f"tau {best[1]:.2f}"] if best else parts)
