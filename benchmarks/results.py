@@ -19,7 +19,7 @@ from blockdraft.store import weights_digest
 from memory import measured as measured_memory
 
 HERE = Path(__file__).resolve().parent
-EAGLES, DFLASHES = ("eagle3", "eagle3-tree:15", "eagle3-tree"), ("dflash", "dflash-tree:no-copies")
+EAGLES, DFLASHES = ("eagle3", "eagle3:3", "eagle3-tree:15", "eagle3-tree"), ("dflash", "dflash-tree:no-copies")
 METHODS = ("ar", "lookup", *EAGLES, *DFLASHES, "dflash-tree")
 EAGLE3 = HERE / "drafters" / "smollm2-135m-eagle3"
 SHIPPED = HERE.parent / "src" / "blockdraft" / "shipped" / "smollm2-135m"
@@ -133,7 +133,9 @@ def by_task(results: list[dict]) -> str:
 def resident(args: argparse.Namespace) -> str:
     """What the system counts of each method's memory."""
     found = measured_memory(
-        [method for method in METHODS if method not in ("ar", "eagle3-tree:15")], [str(SHIPPED), str(args.eagle3)], args.tokens
+        [method for method in METHODS if method not in ("ar", "eagle3:3", "eagle3-tree:15")],
+        [str(SHIPPED), str(args.eagle3)],
+        args.tokens,
     )
     lines = ["| beyond plain decoding, MB | held | of it weights, packed copies and caches | workspace |", "|---|---|---|---|"]
     for method, row in found.items():

@@ -334,9 +334,10 @@ def test_a_drafter_that_says_whom_it_learnt_from_is_believed(layers, pair, tmp_p
 def test_bench_measures_it(pair, tiny_folder, tmp_path, capsys):
     base = ["bench", "--target", str(tiny_folder), "--dtype", "float32", "--tasks", "own", "--limit", "1", "--max-new-tokens", "6"]
     out = tmp_path / "r.json"
-    assert main([*base, "--methods", "ar,eagle3,eagle3-tree:10", "--drafter", str(pair[1]), "--out", str(out)]) == 0
+    assert main([*base, "--methods", "ar,eagle3,eagle3:2,eagle3-tree:10", "--drafter", str(pair[1]), "--out", str(out)]) == 0
     results = json.loads(out.read_text())["results"]
-    assert {r["method"] for r in results} == {"ar", "eagle3", "eagle3-tree:10"}
+    assert {r["method"] for r in results} == {"ar", "eagle3", "eagle3:2", "eagle3-tree:10"}
+    assert all(len(r["acceptance_by_position"]) <= 2 for r in results if r["method"] == "eagle3:2")
     assert all(r["identical_to_ar"] == 1.0 for r in results)
     assert all((r["extra_bytes"] > 0) == (r["method"] != "ar") for r in results)
     capsys.readouterr()
@@ -345,6 +346,7 @@ def test_bench_measures_it(pair, tiny_folder, tmp_path, capsys):
         ("ar,lookup", [pair[1]], "has no effect with these methods; leave it out or add eagle3"),
         ("ar,eagle3", [pair[1], pair[1]], "names two eagle3 drafters"),
         ("ar,eagle3-tree:x", [pair[1]], "is unknown"),
+        ("ar,eagle3:8", [pair[1]], "made to draft at most 7 tokens in a chain"),
     ):
         given = [word for place in drafters for word in ("--drafter", str(place))]
         assert main([*base, "--methods", methods, *given]) == 2

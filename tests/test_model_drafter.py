@@ -63,6 +63,31 @@ def test_the_whole_target_drafts_without_fault(llama):
     assert request.rounds == -(-(COUNT - 1) // 5)
 
 
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_it_rests_where_a_conversation_outgrows_its_context(acceptance, llama):
+    """Learned positions end there: no draft, no error, and output that is the target's own; a shorter row drafts again."""
+    small = Target(first_layers("gpt2"))
+    small.context = 24
+    drafter = ModelDrafter(small, llama.vocab_size)
+    how = {"acceptance": acceptance, "temperature": 1.0, "seed": 2} if acceptance == "rejection" else {}
+    prompts = [tiny.prompt(length, length) for length in (10, 60, 5)]
+    with pytest.warns(UserWarning, match="reads 24 tokens: longer conversations go on without drafts"):
+        requests = run(llama, drafter, prompts, 1, **how)
+    if acceptance == "match":
+        for request in requests:
+            assert request.output == tiny.greedy(tiny.model("llama"), request.prompt, COUNT)
+    assert requests[1].plain_rounds == requests[1].rounds == COUNT - 1
+    assert all(0 < request.plain_rounds < request.rounds for request in (requests[0], requests[2]))
+    drafter.reset(1, 100)
+    drafter.observe(0, torch.tensor([tiny.prompt(30, 1)]), None, [30])
+    drafter.observe(0, torch.tensor([tiny.prompt(20, 2)]), None, [20])
+    with pytest.warns(UserWarning, match="reads 24 tokens"):
+        assert drafter.propose(torch.tensor([5]), [5], None).widths == [1]
+    drafter.truncate(0, 0)
+    drafter.observe(0, torch.tensor([tiny.prompt(9, 1)]), None, [9])
+    assert drafter.propose(torch.tensor([5]), [5], None).widths == [5]
+
+
 def test_sampled_output(llama):
     """The seeded output is that of plain decoding; under the rejection rule a model that is the target itself is never refused."""
     prompts = [tiny.prompt(length, length) for length in (5, 9)]

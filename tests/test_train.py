@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,6 +240,8 @@ def test_an_interrupted_run_stores_where_it_was(number, place, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.checkpoints.steps() == [5]
+    assert "Step 5 of 9, the newest." in (tmp_path / "run" / "drafter" / "README.md").read_text()
+    load_drafter(tmp_path / "run" / "drafter", trainer.target)
     again = make(place, tmp_path / "run", **changes)
     again.train()
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(whole).items())
@@ -316,6 +319,13 @@ def test_two_processes_equal_one(kind, sharding, place, tmp_path):
     ours, theirs = (load_file(tmp_path / name / "checkpoints" / "step-00000008" / "model.safetensors") for name in ("one", "two"))
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_processes_do_not_share_one_named_gpu(place, tmp_path, monkeypatch):
+    part = SimpleNamespace(num_processes=2, process_index=1, device="cuda:1")
+    monkeypatch.setattr(module, "Accelerator", lambda **_: part)
+    with pytest.raises(UsageError, match="device is cuda; accelerate gives each of 2 processes its own: leave it out"):
+        make(place, tmp_path / "run", device="cuda")
 
 
 def free_port():
@@ -497,6 +507,7 @@ def test_the_best_drafter_is_there_before_the_end(place, tmp_path):
         trainer.step += 1
     trainer._look_and_keep()
     assert load_drafter(tmp_path / "run" / "drafter", trainer.target).block_size == 8
+    assert "Step 5 of 20, the best by acceptance length" in (tmp_path / "run" / "drafter" / "README.md").read_text()
 
 
 def test_early_stopping_and_kept_checkpoints(place, tmp_path):

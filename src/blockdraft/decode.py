@@ -106,6 +106,7 @@ class Decoder:
         requests = [request for request in requests if request.finish_reason is None]
         if not requests:
             return round
+        self._refuse_shared_drafter()
         first, waiting = len(self.active), list(self.active)
         for row in range(first, first + len(requests)):
             self._truncate(row, 0)

@@ -2,7 +2,8 @@
 
 ar, dflash, dflash-tree, dflash-tree:N, lookup    this engine (dflash:S: a chain of S denoising steps; dflash-tree:no-copies:
                                                    the tree without earlier text among its branches)
-eagle3, eagle3-tree, eagle3-tree:N, draft-model    the same, with an EAGLE-3 drafter, or a smaller model as drafter
+eagle3, eagle3:N, eagle3-tree, eagle3-tree:N,      the same, with an EAGLE-3 drafter (eagle3:N: a chain of N tokens, not 7), or a
+draft-model                                        smaller model as drafter
 hf, hf-dflash                                      transformers' own ``generate`` over untouched weights
 openai:URL                                         any OpenAI-compatible server
 """
@@ -32,7 +33,7 @@ from blockdraft.target import Target
 
 NAMES = (
     *("ar", "dflash", "dflash:S", "dflash-tree", "dflash-tree:N", "dflash-tree:no-copies", "lookup"),
-    *("eagle3", "eagle3-tree", "eagle3-tree:N", "draft-model", "hf", "hf-dflash", "openai:URL"),
+    *("eagle3", "eagle3:N", "eagle3-tree", "eagle3-tree:N", "draft-model", "hf", "hf-dflash", "openai:URL"),
 )
 NO_COPIES = "dflash-tree:no-copies"
 EAGLE3_TREE = 59  # candidates of EAGLE-3's tree: 60 tokens with the root
@@ -102,7 +103,7 @@ def refuse_unknown(names: Sequence[str]) -> None:
         fits = (
             bool(detail)
             if kind == "openai"
-            else detail.isdecimal() and int(detail) > 0 and kind in ("dflash", "dflash-tree", "eagle3-tree")
+            else detail.isdecimal() and int(detail) > 0 and kind in ("dflash", "dflash-tree", "eagle3", "eagle3-tree")
             if detail and name != NO_COPIES
             else name in NAMES
         )
@@ -137,7 +138,11 @@ def make_method(name: str, target: Target, drafters: Sequence[LoadedDrafter], mo
     if kind in ("eagle3", "eagle3-tree"):
         if eagle is None:
             raise UsageError(f"method {name} needs an EAGLE-3 drafter; give its folder with --drafter")
-        return Engine(name, target, with_tree(target, eagle, "off" if kind == "eagle3" else int(detail or EAGLE3_TREE)))
+        if kind == "eagle3-tree":
+            return Engine(name, target, with_tree(target, eagle, int(detail or EAGLE3_TREE)))
+        if detail and int(detail) >= eagle.block_size:
+            raise UsageError(f"method {name}: an EAGLE-3 drafter is made to draft at most {eagle.block_size - 1} tokens in a chain")
+        return Engine(name, target, with_tree(target, eagle, "off"), int(detail) + 1 if detail else None)
     if kind == "dflash-tree" and isinstance(drafter, DFlashDrafter) and drafter.config.selector is not None:
         raise UsageError(f"method {name} needs slots that are independent; a DFlash 2 is a chain: measure it as dflash")
     if kind == "dflash" and detail and isinstance(drafter, DFlashDrafter):
@@ -154,10 +159,10 @@ def make_method(name: str, target: Target, drafters: Sequence[LoadedDrafter], mo
 
 
 class Engine:
-    """This engine, with or without a drafter."""
+    """This engine, with or without a drafter, which drafts blocks of its own size or of ``block_size``."""
 
-    def __init__(self, name: str, target: Target, drafter: Drafter | None):
-        self.name, self.target, self.drafter = name, target, drafter
+    def __init__(self, name: str, target: Target, drafter: Drafter | None, block_size: int | None = None):
+        self.name, self.target, self.drafter, self.block_size = name, target, drafter, block_size
         self.drafted = drafter is not None
         self.model_bytes: int | None = _bytes(target.model) + target.packed_bytes
         self.extra_bytes: int | None = 0
@@ -167,7 +172,7 @@ class Engine:
         answers = {id(request): Answer([], "", 0.0, 0.0, 0.0) for request in requests}
         wall = prompts_seconds = 0.0
         seen = self.target.device.type == "cpu"
-        for round in decode(self.target, self.drafter, requests, len(requests)):
+        for round in decode(self.target, self.drafter, requests, len(requests), self.block_size):
             if round.prefill:
                 for request, _ in round.emitted:
                     answers[id(request)].waited_seconds = prompts_seconds
@@ -227,7 +232,9 @@ class Transformers:
             )
         ended = time.perf_counter()
         if self.drafted:
-            self.extra_bytes = _bytes(self.assistant.network) + self.assistant.cache_bytes
+            cache = sum(tensor.numel() * tensor.element_size() for tensor in self.assistant.held)
+            self.extra_bytes = _bytes(self.assistant.network) + cache
+            self.assistant.held.clear()
         new = out[0, ids.shape[1] :].tolist()
         tokenizer = self.target.tokenizer
         text = str(tokenizer.decode(new, skip_special_tokens=True)) if tokenizer is not None else ""

@@ -27,8 +27,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         default="ar,dflash,dflash-tree,lookup",
         metavar="A,B",
         help="of ar, dflash (a chain), dflash:S (of S denoising steps), dflash-tree, dflash-tree:N, dflash-tree:no-copies "
-        "(earlier text is no branch of it), lookup, eagle3 (a chain), eagle3-tree, eagle3-tree:N, draft-model, hf, hf-dflash, "
-        "openai:URL; default: %(default)s",
+        "(earlier text is no branch of it), lookup, eagle3 (a chain), eagle3:N (of N tokens), eagle3-tree, eagle3-tree:N, "
+        "draft-model, hf, hf-dflash, openai:URL; default: %(default)s",
     )
     group.add_argument("--limit", type=options.positive, metavar="N", help="first N prompts of each task")
     group.add_argument("--max-new-tokens", type=options.positive, default=256, metavar="N", help="default: %(default)s")

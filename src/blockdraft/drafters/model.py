@@ -1,6 +1,7 @@
 """Classic speculative decoding: a smaller language model of the same tokenizer drafts, one token after the other
 (arXiv 2211.17192, arXiv 2302.01318)."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ CHUNK = 64  # observed tokens that are taken in before a draft: more are a promp
 
 
 class ModelDrafter:
-    """A language model at work as a drafter.
+    """A language model at work as a drafter. Where a row outgrows the model's own context, it rests.
 
     Args:
         model: the smaller model.
@@ -40,10 +41,16 @@ class ModelDrafter:
     def reset(self, rows: int, capacity: int) -> None:
         self.cache = self.model.new_cache(rows, capacity + CHUNK + 1)
         self._unread: list[list[int]] = [[] for _ in range(rows)]  # observed, and not in the cache
+        self._outgrown: set[int] = set()  # rows of which it does not know all
 
     def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
         for i, count in enumerate(counts):
             unread = self._unread[row + i]
+            if self.cache.lengths[row + i] + len(unread) + count + BLOCK_SIZE > self.model.context:
+                self._outgrown.add(row + i)
+                unread.clear()
+            if row + i in self._outgrown:
+                continue
             unread += tokens[i, :count].clamp(max=self._known).tolist()
             if len(unread) > CHUNK:
                 for _ in self.model.prefill(self.cache, row + i, unread):
@@ -52,6 +59,9 @@ class ModelDrafter:
 
     def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
         rows, steps = len(widths), max(widths) - 1
+        if self._outgrown.intersection(range(rows)):
+            warnings.warn(f"{self.name} reads {self.model.context} tokens: longer conversations go on without drafts")
+            return Proposal(anchors.new_empty(rows, 0), [1] * rows)
         if steps == 0:
             return Proposal(anchors.new_empty(rows, 0), list(widths))
         lengths = list(self.cache.lengths[:rows])
@@ -91,13 +101,17 @@ class ModelDrafter:
 
     def truncate(self, row: int, length: int) -> None:
         kept = self.cache.lengths[row]
-        if length < kept:
+        if length <= kept:
             self.cache.truncate(row, length)
+            self._outgrown.discard(row)
         del self._unread[row][max(0, length - kept) :]
 
     def move(self, source: int, target: int) -> None:
         self.cache.move(source, target)
         self._unread[target] = list(self._unread[source])
+        self._outgrown.discard(target)
+        if source in self._outgrown:
+            self._outgrown.add(target)
 
 
 def refuse_other_tokenizer(model: Target, target: Target) -> None:

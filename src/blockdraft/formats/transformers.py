@@ -27,14 +27,15 @@ class AssistantDrafter(nn.Module):
     Attributes:
         config: what the candidate generator reads: ``block_size``, ``mask_token_id``, ``target_layer_ids``, and what its cache is
             built from.
-        cache_bytes: most that its cache held.
+        held: keys and values of its cache at the last draft.
     """
 
     def __init__(self, drafter: DFlashDrafter, model: PreTrainedModel):
         super().__init__()
         if drafter.config.selector is not None:
             raise UsageError("transformers drafts every slot by itself; a DFlash 2 picks each word after the one before")
-        self.network, self.drafter_config, self.cache_bytes = drafter.network, drafter.config, 0
+        self.network, self.drafter_config = drafter.network, drafter.config
+        self.held: list[Tensor] = []
         config = drafter.config.backbone.__class__.from_dict(drafter.config.backbone.to_dict())
         config.block_size, config.mask_token_id = drafter.block_size, drafter.config.mask_token_id
         config.target_layer_ids = list(drafter.taps)
@@ -76,7 +77,7 @@ class AssistantDrafter(nn.Module):
             positions = position_ids[:, tokens:]
             behind = _Behind(context, cache)
             hidden = self.network(block, positions, behind, self._masks(positions))
-        self.cache_bytes = max(self.cache_bytes, behind.bytes)
+        self.held = behind.held
         return SimpleNamespace(last_hidden_state=hidden.to(noise_embeds.dtype))
 
     def _masks(self, positions: Tensor) -> Sequence[Mask]:
@@ -95,10 +96,11 @@ class _Behind:
     """Puts the context's new keys and values before the block's, and both behind what the cache holds."""
 
     def __init__(self, context: list[tuple[Tensor, Tensor]], cache: Cache):
-        self.context, self.cache, self.bytes = context, cache, 0
+        self.context, self.cache = context, cache
+        self.held: list[Tensor] = []  # keys and values of all layers so far
 
     def update(self, keys: Tensor, values: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
         context_keys, context_values = self.context[layer]
         held = self.cache.update(torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2), layer)
-        self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in held)
+        self.held += held
         return held

@@ -20,10 +20,13 @@ from blockdraft.training.run import Run
 Measured = dict[str, tuple[Real, Real]]
 
 
-def write_drafter(run: Run, folder: Path, weights: dict[str, Tensor], step: int, measured: Measured | None = None) -> Path:
+def write_drafter(
+    run: Run, folder: Path, weights: dict[str, Tensor], step: int, judged: bool, measured: Measured | None = None
+) -> Path:
     """Write the weights of ``step`` in bfloat16, ``target.json`` (the target they were learnt from) and ``README.md``.
 
     Args:
+        judged: whether ``step`` is the best by real acceptance length; else it is the newest.
         measured: by source of held-out prompts, plain decoding and the same prompts with the drafter; None: not yet.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +46,7 @@ def write_drafter(run: Run, folder: Path, weights: dict[str, Tensor], step: int,
         "thinking": run.documents.made_with["thinking"][0] if "thinking" in run.documents.made_with else None,
     }
     write_whole(folder / "target.json", lambda path: path.write_text(json.dumps(who, indent=1) + "\n"))
-    card = model_card(run, step, measured or {})
+    card = model_card(run, step, judged, measured or {})
     write_whole(folder / "README.md", lambda path: path.write_text(card))
     return folder
 
@@ -60,7 +63,7 @@ def measure(run: Run, folder: Path) -> Measured:
     return found
 
 
-def model_card(run: Run, step: int, measured: Measured) -> str:
+def model_card(run: Run, step: int, judged: bool, measured: Measured) -> str:
     """The card as Markdown."""
     c, parameters = run.network.config, sum(p.numel() for p in run.network.parameters())
     documents, tokens = run.documents, run.documents.tokens
@@ -79,6 +82,7 @@ def model_card(run: Run, step: int, measured: Measured) -> str:
     count = f"{c.backbone.num_hidden_layers} layer{'s' * (c.backbone.num_hidden_layers > 1)}"
     sizes = f"{count} of width {c.backbone.hidden_size}, {parameters:,} parameters in bfloat16"
     slots = f"{_slots(c)}, tapped layers {list(c.taps)}"
+    chosen = "the best by acceptance length on held-out prompts" if judged else "the newest"
     how = f"{run.config.evaluate_tokens} tokens, {str(run.target.dtype).removeprefix('torch.')} on {run.target.device}"
     return f"""---
 license: other
@@ -113,7 +117,7 @@ The target's own answers ({made}): {sum(tokens.values()):,} tokens in
 
 ## Recipe
 
-Step {step} of {run.steps}, the best by acceptance length on held-out prompts. `blockdraft train` with
+Step {step} of {run.steps}, {chosen}. `blockdraft train` with
 
 ```yaml
 {shown.strip()}

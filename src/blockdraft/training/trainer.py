@@ -383,8 +383,8 @@ class Trainer:
         if self.main:
             state = {"best": self.best, "worse": self.worse, "documents_sha256": self.run.digest}
             self.checkpoints.save(self.step, _bare(network), optimizer, state, self.best and self.best[0])
-            if self.best is not None and self.best[0] == self.step:
-                write_drafter(self.run, self.out / "drafter", _bare(network), self.step)
+            if self.best is None or self.best[0] == self.step:  # before the first look the newest one: a run cut short leaves one
+                write_drafter(self.run, self.out / "drafter", _bare(network), self.step, self._judged)
         self.accelerator.wait_for_everyone()
 
     # ---- beginning and end
@@ -448,14 +448,19 @@ class Trainer:
         kept = [line for line in lines if json.loads(line)["step"] <= self.step]
         write_whole(path, lambda beside: beside.write_text("".join(line + "\n" for line in kept)))
 
+    @property
+    def _judged(self) -> bool:
+        """Whether the best step is one by acceptance length: before the first look, or with text alone, it is the newest."""
+        return self.best is not None and self.best[1] > 0
+
     def _finish(self) -> Path:
         """Write the best drafter, with its card."""
         assert self.best is not None or self.checkpoints.steps()
         step = self.best[0] if self.best else self.checkpoints.steps()[-1]
         weights, _, _ = self.checkpoints.load(step)
         folder = self.out / "drafter"
-        write_drafter(self.run, folder, weights, step)
-        return write_drafter(self.run, folder, weights, step, measure(self.run, folder))
+        write_drafter(self.run, folder, weights, step, self._judged)
+        return write_drafter(self.run, folder, weights, step, self._judged, measure(self.run, folder))
 
 
 def refuse_trackers(names: Sequence[str]) -> None:
