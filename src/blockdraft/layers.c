@@ -71,10 +71,23 @@ static void add(float *x, const float *y, int64_t count) {
   for (int64_t i = 0; i < count; i++) x[i] += y[i];
 }
 
+// A token's keys and values, side by side in `joint`, into the cache behind its row's start.
+static void place_key_values(const layer *l, const sizes *s, const float *joint, int64_t r, int64_t p, const float *cosines,
+                             const float *sines, const int64_t *starts, float epsilon) {
+  float turned[s->size];
+  for (int64_t h = 0; h < s->kv_heads; h++) {
+    const int64_t at = r * s->row_stride + h * s->head_stride + (starts[r] + p) * s->size;
+    const float *from = joint + h * s->size;
+    if (l->key_norm) norm_row(from, l->key_norm, turned, s->size, epsilon), from = turned;
+    rotate(from, cosines, sines, l->keys + at, s->size);
+    memcpy(l->values + at, joint + (s->kv_heads + h) * s->size, s->size * sizeof(float));
+  }
+}
+
 // Queries into [row, kv head, head of the group * position, size], keys and values into the cache at each row's start.
 static void place(const layer *l, const sizes *s, const float *joint, float *query, const float *cosines, const float *sines,
                   const int64_t *starts, float epsilon) {
-  const int64_t wide = (s->heads + 2 * s->kv_heads) * s->size;
+  const int64_t own = s->heads * s->size, wide = own + 2 * s->kv_heads * s->size;
 #pragma omp parallel for schedule(static) if (s->rows * s->positions > 4)
   for (int64_t t = 0; t < s->rows * s->positions; t++) {
     const int64_t r = t / s->positions, p = t % s->positions;
@@ -87,13 +100,7 @@ static void place(const layer *l, const sizes *s, const float *joint, float *que
       rotate(from, c, d, whole, s->size);
       memcpy(query + ((r * s->heads + h) * s->positions + p) * s->size, whole, sizeof whole);
     }
-    for (int64_t h = 0; h < s->kv_heads; h++) {
-      const int64_t at = r * s->row_stride + h * s->head_stride + (starts[r] + p) * s->size;
-      const float *from = in + (s->heads + h) * s->size;
-      if (l->key_norm) norm_row(from, l->key_norm, turned, s->size, epsilon), from = turned;
-      rotate(from, c, d, l->keys + at, s->size);
-      memcpy(l->values + at, in + (s->heads + s->kv_heads + h) * s->size, s->size * sizeof(float));
-    }
+    place_key_values(l, s, in + own, r, p, c, d, starts, epsilon);
   }
 }
 
@@ -138,5 +145,17 @@ void run_layers(const layer *layers, int64_t count, const sizes *s, float *x, fl
     add(x, added, tokens * s->hidden);
     if (l->tap)
       for (int64_t t = 0; t < tokens; t++) memcpy(l->tap + t * s->tap_stride, x + t * s->hidden, s->hidden * sizeof(float));
+  }
+}
+
+// Keys and values of x [rows, positions, hidden], which every layer reads as it is, into the cache at each row's start.
+void inject_rows(const layer *layers, int64_t count, const sizes *s, const float *x, float *work, const float *cosines,
+                 const float *sines, const int64_t *starts, float epsilon) {
+  const int64_t tokens = s->rows * s->positions, joint = 2 * s->kv_heads * s->size;
+  for (int64_t i = 0; i < count; i++) {
+    linear_rows(x, &layers[i].second, work, tokens, s->hidden, joint, joint);
+    for (int64_t t = 0; t < tokens; t++)
+      place_key_values(layers + i, s, work + t * joint, t / s->positions, t % s->positions, cosines + t * s->size, sines + t * s->size,
+                       starts, epsilon);
   }
 }

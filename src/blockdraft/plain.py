@@ -100,50 +100,68 @@ class PlainLayers:
         """
         rows, positions, hidden = x.shape
         assert len(set(taps)) == len(taps), "a layer is tapped twice"
-        assert hidden == self.hidden and rope[0].shape[1:] == (positions, self.size), "sizes of other layers"
         x = x.to(torch.float32, copy=True).contiguous()
-        cosines, sines = (t.float().expand(rows, -1, -1).contiguous() for t in rope)
-        buffers = [cache.buffers(layer, self.kv_heads, self.size) for layer in range(len(self.layers))]
-        strides = buffers[0][0].stride()
         features = torch.empty(rows, positions, len(taps) * hidden, **FLOATS) if taps else None
-        tapped = {layer: 4 * hidden * place for place, layer in enumerate(taps)}
-        table: list[int] = []
-        for index, (fixed, (keys, values)) in enumerate(zip(self._pointers, buffers, strict=True)):
-            at = 4 * span.first * strides[0]
-            tap = features.data_ptr() + tapped[index] if features is not None and index in tapped else 0
-            table += [*fixed, keys.data_ptr() + at, values.data_ptr() + at, tap]
-        sizes = _Sizes(
-            rows,
-            positions,
-            hidden,
-            self.heads,
-            self.kv_heads,
-            self.size,
-            self.inner,
-            strides[0],
-            strides[1],
-            1,
-            0,
-            len(taps) * hidden,
+        tapped = (
+            {layer: features.data_ptr() + 4 * hidden * place for place, layer in enumerate(taps)} if features is not None else {}
         )
+        layers, sizes, given = self._call(x, rope, cache, span, tapped)
+        sizes.longest, sizes.tap_stride = 1, len(taps) * hidden
         if mask is not None:
             mask = mask.contiguous()
             sizes.longest, sizes.mask_stride = mask.shape[-1], mask[0].numel() if mask.shape[0] > 1 else 0
-        needed = self._library.floats_of_work(ctypes.byref(sizes))
-        if self._work.numel() < needed:
-            self._work = torch.empty(needed, **FLOATS)
-        starts = torch.tensor(span.starts, dtype=torch.int64, device="cpu")
+        starts = given[-1]
         lengths = (starts + positions if mask is None else torch.full_like(starts, span.end)).int()
         self._library.run_layers(
-            (ctypes.c_int64 * len(table))(*table),
+            layers,
             ctypes.c_int64(len(self.layers)),
             ctypes.byref(sizes),
-            *(ctypes.c_void_p(t.data_ptr()) for t in (x, self._work, cosines, sines, starts, lengths)),
+            *(ctypes.c_void_p(t.data_ptr()) for t in (*given, lengths)),
             ctypes.c_void_p(mask.data_ptr() if mask is not None else None),
             ctypes.c_float(self.epsilon),
             ctypes.c_float(self.size**-0.5),
         )
         return x, features
+
+    def inject(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, span: Span) -> None:
+        """Write every layer's keys and values of the same rows, not normed, into the cache: a DFlash's context.
+
+        Args:
+            x: ``[rows, positions, hidden]``.
+            rope, cache, span: as in ``run``; queries must be a product of their own.
+        """
+        assert all(layer.second is not None for layer in self.layers), "keys and values are one product with the queries"
+        x = x.float().contiguous()
+        layers, sizes, given = self._call(x, rope, cache, span, {})
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in given)
+        self._library.inject_rows(
+            layers, ctypes.c_int64(len(self.layers)), ctypes.byref(sizes), *pointers, ctypes.c_float(self.epsilon)
+        )
+
+    def _call(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, span: Span, tapped: dict[int, int]
+    ) -> tuple["ctypes.Array[ctypes.c_int64]", _Sizes, tuple[Tensor, ...]]:
+        """What both calls of C are given: layers, sizes, and x, scratch, cosines, sines and starts.
+
+        Args:
+            tapped: where each tapped layer's output goes.
+        """
+        rows, positions, hidden = x.shape
+        assert hidden == self.hidden and rope[0].shape[1:] == (positions, self.size), "sizes of other layers"
+        cosines, sines = (t.float().expand(rows, -1, -1).contiguous() for t in rope)
+        buffers = [cache.buffers(layer, self.kv_heads, self.size) for layer in range(len(self.layers))]
+        strides = buffers[0][0].stride()
+        at = 4 * span.first * strides[0]
+        table: list[int] = []
+        for index, (fixed, (keys, values)) in enumerate(zip(self._pointers, buffers, strict=True)):
+            table += [*fixed, keys.data_ptr() + at, values.data_ptr() + at, tapped.get(index, 0)]
+        shape = (rows, positions, hidden, self.heads, self.kv_heads, self.size, self.inner)
+        sizes = _Sizes(*shape, strides[0], strides[1])
+        needed = self._library.floats_of_work(ctypes.byref(sizes))
+        if self._work.numel() < needed:
+            self._work = torch.empty(needed, **FLOATS)
+        starts = torch.tensor(span.starts, dtype=torch.int64, device="cpu")
+        return (ctypes.c_int64 * len(table))(*table), sizes, (x, self._work, cosines, sines, starts)
 
 
 def kv_heads_of(layer: PlainLayer, heads: int, size: int) -> int:

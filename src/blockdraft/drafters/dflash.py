@@ -343,8 +343,11 @@ class DFlashDrafter:
             features = features[:, : max(counts)]
             span = self.cache.open(row, self.cache.positions_behind(row, *features.shape[:2]))
             fused = self.network.fuse(features.to(self.dtype))
-            for layer, (keys, values) in enumerate(self.network.inject(fused, span.positions)):
-                self.cache.update(keys, values, layer)
+            if self._plain is not None:
+                self._plain.inject(fused, self.network.rotary(fused.float(), span.positions), self.cache, span)
+            else:
+                for layer, (keys, values) in enumerate(self.network.inject(fused, span.positions)):
+                    self.cache.update(keys, values, layer)
         self.cache.commit([range(count) for count in counts])
 
     def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
