@@ -1,5 +1,6 @@
 """SamplingParams, processors in transformers' order, and noise keyed by (seed, row, position)."""
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from transformers.generation.logits_process import (
 from blockdraft.decode import decode
 from blockdraft.errors import UsageError
 from blockdraft.request import Request
-from blockdraft.sampling import Sampler, SamplingParams, counter_uniform, draw
+from blockdraft.sampling import Sampler, SamplingParams, best, counter_uniform, draw
 from tests import tiny
 from tests.doubles import knowing, random_drafter
 
@@ -177,6 +178,18 @@ def test_rounding_swaps_only_near_ties():
             flips += 1
             assert float(one.topk(2).values.diff().abs()) < 1e-4
     assert flips <= 1
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.3, 1.0, 4.0, 15.0]), st.sampled_from([0.0, 0.5, 0.999]), st.integers(1, 3000))
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_what_is_drawn_is_the_largest_perturbed_score(seed, spread, banned, size):
+    """Flat and steep laws, few and many tokens that are possible: leaving the hopeless ones out changes nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(size, generator=generator) * spread
+    scores[torch.rand(size, generator=generator) < banned] = float("-inf")
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), seed % 3, CPU)
+    for position in range(5):
+        assert sampler.drawn(scores, position) == int(best(sampler.perturbed(scores, position)))
 
 
 def test_perturbed_scores_draw_from_their_softmax():

@@ -4,6 +4,7 @@ import pickle
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -141,7 +142,24 @@ class Sampler:
     def choose(self, logits: Tensor, prefix: Sequence[int]) -> int:
         """The target's token after ``prefix``: the largest score, or drawn with the noise of its position."""
         scores = self.scores(logits, prefix)
-        return int(best(scores if self.params.greedy else self.perturbed(scores, len(prefix))))
+        return int(best(scores)) if self.params.greedy else self.drawn(scores, len(prefix))
+
+    def drawn(self, scores: Tensor, position: int) -> int:
+        """The first of the largest ``perturbed`` scores, without computing the noise of tokens that cannot have it.
+
+        The noise of a token is -log(-log u). It wins only if that and its score reach what the likeliest token has, its bar; since
+        -log u > 1 - u, only where 1 - u < exp(score - bar), which u's bits tell for the whole vocabulary without a logarithm.
+        """
+        values = scores.float().cpu()
+        likeliest = values.max(dim=-1)
+        if not likeliest.values.isfinite():  # everything is forbidden
+            return int(likeliest.indices)
+        key = self.seed, self.row, position, CHOICE
+        bar = float(likeliest.values) + float(counter_gumbel(likeliest.indices.view(1).numpy(), *key)[0])
+        chances = torch.exp(values.double() - bar).numpy() * (1 + 1e-9)  # rounding must not leave the winner out
+        candidates = np.flatnonzero(_below_one(_noise_bits(len(values), key)) <= chances)
+        perturbed = values.numpy()[candidates].astype(np.float64) + counter_gumbel(candidates, *key)
+        return int(candidates[perturbed.argmax()])
 
     def perturbed(self, scores: Tensor, position: int) -> Tensor:
         """Scores ``[vocabulary]`` plus Gumbel noise of this position, in float64: the largest is a draw from their softmax.
@@ -201,6 +219,21 @@ def counter_gumbel(tokens: np.ndarray, *key: int) -> np.ndarray:
     bits = _mix_array(np.uint64(_digest(key)) ^ _mix_array(tokens.astype(np.uint64)))
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return -np.log(-np.log(uniform))
+
+
+def _noise_bits(vocabulary: int, key: Sequence[int]) -> np.ndarray:
+    """What ``counter_gumbel`` makes its numbers of, for all tokens."""
+    return _mix_array(np.uint64(_digest(key)) ^ _token_bits(vocabulary))
+
+
+def _below_one(bits: np.ndarray) -> np.ndarray:
+    """1 - u of these bits, or less by a rounding."""
+    return (np.uint64(2**53 - 1) - (bits >> np.uint64(11))).astype(np.float64) * 2.0**-53
+
+
+@lru_cache(maxsize=8)
+def _token_bits(vocabulary: int) -> np.ndarray:
+    return _mix_array(np.arange(vocabulary, dtype=np.uint64))
 
 
 _MASK = (1 << 64) - 1
