@@ -60,7 +60,8 @@ def main() -> None:
 def trained(args: argparse.Namespace, block: int, kind: str) -> tuple[Path, int]:
     """A drafter folder, and the number of steps it was trained for."""
     out, note = args.place / f"{block}-{kind}", args.place / f"{block}-{kind}.json"
-    recipe = [*args.overrides, f"init={SHIPPED}", f"block_size={block}", f"revealed={REVEALED[kind]}", "evaluate_every=1000000"]
+    recipe = [*args.overrides, f"init={SHIPPED}", f"block_size={block}", f"revealed={REVEALED[kind]}"]
+    recipe += ["evaluate_every=1000000", "evaluate_prompts=1", "evaluate_tokens=2"]  # the bench will judge
     asked = {"minutes": args.minutes, "recipe": recipe}
     if not note.exists():
         note.write_text(json.dumps({**asked, "steps": steps_in(60 * args.minutes, recipe)}))
