@@ -56,12 +56,12 @@ def read(folder: Path, target_layers: int, embedding: Tensor | None = None) -> E
 
 
 def _alike(copy: Tensor, embedding: Tensor) -> bool:
-    """Whether one is the other, but for rounding and quantisation; padding rows aside."""
+    """Whether one is the other, but for rounding, quantisation and a scale; padding rows aside."""
     if copy.shape[1:] != embedding.shape[1:]:
         return False
     rows = min(len(copy), len(embedding), 1024)
     ours, theirs = (table[:rows].detach().float().cpu() for table in (embedding, copy))
-    return float((ours - theirs).norm() / ours.norm()) < 0.3
+    return float((ours * theirs).sum() / (ours.norm() * theirs.norm())) > 0.9
 
 
 def unknown_keys(raw: dict[str, Any]) -> list[str]:

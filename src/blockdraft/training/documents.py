@@ -82,8 +82,8 @@ def read_documents(
     found.train.sort(key=lambda d: counter_uniform(seed, *d.key.encode()))
     own = [document for document in found.train if not document.foreign]
     found.held_out = (own if len(own) > held_out else found.train)[:held_out]
-    kept = {document.key for document in found.held_out}
-    found.train = [document for document in found.train if document.key not in kept]
+    kept = set(map(id, found.held_out))
+    found.train = [document for document in found.train if id(document) not in kept]
     for document in found.train:
         found.tokens[document.source] += len(document.ids) - document.start
     return found
