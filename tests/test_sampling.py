@@ -192,6 +192,14 @@ def test_what_is_drawn_is_the_largest_perturbed_score(seed, spread, banned, size
         assert sampler.drawn(scores, position) == int(best(sampler.perturbed(scores, position)))
 
 
+def test_scores_of_any_size_are_drawn():
+    """A temperature near 0 makes scores at which rounding is larger than the noise; what is no number is never drawn."""
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=3), 0, CPU)
+    for size in (1e9, 2e13, 1e30):
+        scores = torch.tensor([1.0, 0.5, -2.0, float("nan"), float("inf")]) * size
+        assert {sampler.drawn(scores, position) for position in range(3000)} == {0}
+
+
 def test_perturbed_scores_draw_from_their_softmax():
     scores = torch.tensor([0.0, 1.0, float("-inf"), 2.0, 0.5])
     sampler = Sampler(SamplingParams(temperature=1.0, seed=8), 0, CPU)

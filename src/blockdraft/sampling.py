@@ -151,12 +151,14 @@ class Sampler:
         -log u > 1 - u, only where 1 - u < exp(score - bar), which u's bits tell for the whole vocabulary without a logarithm.
         """
         values = scores.float().cpu()
+        values = values.masked_fill(~values.isfinite(), float("-inf"))
         likeliest = values.max(dim=-1)
         if not likeliest.values.isfinite():  # everything is forbidden
             return int(likeliest.indices)
         key = self.seed, self.row, position, CHOICE
         bar = float(likeliest.values) + float(counter_gumbel(likeliest.indices.view(1).numpy(), *key)[0])
-        chances = torch.exp(values.double() - bar).numpy() * (1 + 1e-9)  # rounding must not leave the winner out
+        slack = 1e-9 + 1e-15 * (abs(bar) + 64)  # rounding, of large scores too, must not leave the winner out
+        chances = torch.exp(values.double() - bar).numpy() * (1 + slack)
         candidates = np.flatnonzero(_below_one(_noise_bits(len(values), key)) <= chances)
         perturbed = values.numpy()[candidates].astype(np.float64) + counter_gumbel(candidates, *key)
         return int(candidates[perturbed.argmax()])

@@ -125,7 +125,7 @@ void see_ancestors(const int64_t *parents, int64_t rows, int64_t candidates, uin
     int64_t *depth = depths + row * candidates;
     sees[0] = 1;
     for (int64_t i = 1; i < nodes; i++) {
-      const int64_t above = parent[i - 1];
+      const int64_t above = parent[i - 1] >= 0 && parent[i - 1] < i ? parent[i - 1] : 0;  // of numbers that are none: anything
       memcpy(sees + i * nodes, sees + above * nodes, nodes);
       sees[i * nodes + i] = 1;
       depth[i - 1] = above ? depth[above - 1] + 1 : 1;

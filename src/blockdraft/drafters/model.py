@@ -59,7 +59,8 @@ class ModelDrafter:
 
     def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
         rows, steps = len(widths), max(widths) - 1
-        if self._outgrown.intersection(range(rows)):
+        room = self.model.context - max(widths)
+        if any(row in self._outgrown or self.cache.lengths[row] + len(self._unread[row]) > room for row in range(rows)):
             warnings.warn(f"{self.name} reads {self.model.context} tokens: longer conversations go on without drafts")
             return Proposal(anchors.new_empty(rows, 0), [1] * rows)
         if steps == 0:
