@@ -209,7 +209,6 @@ def test_a_killed_run_goes_on_to_the_bit(place, tmp_path):
         time.sleep(0.002)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert not (tmp_path / "killed" / "drafter").exists()
     subprocess.run([*command[:-1], tmp_path / "killed.yaml"], check=True, capture_output=True)
 
     def learnt(name):
@@ -221,6 +220,8 @@ def test_a_killed_run_goes_on_to_the_bit(place, tmp_path):
     assert [entry["step"] for entry in entries] == [5, 10, 15, 20, 20, 25, 30, 35, 40, 40]
     assert entries == entries_again
     assert all(torch.equal(tensors[name], tensors_again[name]) for name in tensors)
+    drafter, drafter_again = (load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(tensor, drafter_again[name]) for name, tensor in drafter.items())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
