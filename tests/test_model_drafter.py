@@ -79,13 +79,26 @@ def test_it_rests_where_a_conversation_outgrows_its_context(acceptance, llama):
     assert requests[1].plain_rounds == requests[1].rounds == COUNT - 1
     assert all(0 < request.plain_rounds < request.rounds for request in (requests[0], requests[2]))
     drafter.reset(1, 100)
-    drafter.observe(0, torch.tensor([tiny.prompt(30, 1)]), None, [30])
-    drafter.observe(0, torch.tensor([tiny.prompt(20, 2)]), None, [20])
     with pytest.warns(UserWarning, match="reads 24 tokens"):
-        assert drafter.propose(torch.tensor([5]), [5], None).widths == [1]
+        drafter.observe(0, torch.tensor([tiny.prompt(30, 1)]), None, [30])
+    drafter.observe(0, torch.tensor([tiny.prompt(20, 2)]), None, [20])
+    assert drafter.propose(torch.tensor([5]), [5], None).widths == [1]
     drafter.truncate(0, 0)
     drafter.observe(0, torch.tensor([tiny.prompt(9, 1)]), None, [9])
     assert drafter.propose(torch.tensor([5]), [5], None).widths == [5]
+
+
+def test_a_row_that_is_outgrown_leaves_the_others_their_drafts(llama):
+    small = tiny.target("llama")
+    small.context = 24
+    drafter = ModelDrafter(small, llama.vocab_size)
+    prompts = [tiny.prompt(length, length) for length in (30, 4)]
+    with pytest.warns(UserWarning, match="reads 24 tokens"):
+        long, short = run(llama, drafter, prompts, 2)
+    for request in (long, short):
+        assert request.output == tiny.greedy(tiny.model("llama"), request.prompt, COUNT)
+    assert long.plain_rounds == long.rounds == COUNT - 1
+    assert short.rounds < COUNT / 2 and short.plain_rounds < short.rounds
 
 
 def test_sampled_output(llama):

@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from blockdraft.cache import KVCache, Span
 from blockdraft.kernels import attend_rows, library
+from blockdraft.memory import placed
 
 NAME = "blockdraft"
 FEW = 96  # queries of a row that our own kernel attends for; a prompt's pass is SDPA's
@@ -65,7 +66,7 @@ def visibility(span: Span, rule: Callable[..., Tensor], device: torch.device) ->
         device: of the result.
     """
     rows, count = span.positions.shape
-    starts = torch.tensor(span.starts, device=device)[:, None]
+    starts = placed(span.starts, device)[:, None]
     slots = torch.arange(span.end, device=device).expand(rows, -1)
     new = slots - starts  # index among the new tokens; negative: committed
     index = new.clamp(0, count - 1)
@@ -96,10 +97,12 @@ def _mask(
     span = cache.span
     assert span is not None
     cache.causal_only &= mask_function is causal_mask_function
+    if span.mask is not None:
+        return span.mask
     if mask_function is causal_mask_function and span.count == 1 and span.visible is None:
         if span.lone and len(span.starts) == 1 and (cache.device.type != "cpu" or library() is None):
             return None
-        return torch.tensor(span.starts, dtype=torch.int32, device=cache.device) + 1
+        return placed(span.starts, cache.device, torch.int32) + 1
     return additive(visibility(span, mask_function, cache.device), cache.dtype)
 
 

@@ -5,14 +5,24 @@ was rejected is simply overwritten by the next round. The same class serves the 
 interface) and the drafter (directly).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from blockdraft.kernels import Slots
+from blockdraft.memory import placed
+
+if TYPE_CHECKING:
+    from blockdraft.recorded import Recording
+
+SPARE = 128  # slots behind what was asked for, on CUDA: passes are padded to one of a handful of shapes
+SHORTEST = 512  # keys of a padded pass
 
 
 @dataclass(slots=True)
@@ -26,6 +36,8 @@ class Span:
         positions: ``[rows, count]`` int64, the position of each new token; in a tree siblings share one.
         visible: ``[rows, count, count]`` bool, which new token sees which, or None: a plain chain.
         slots: ``[rows, count]`` int64 for rows that start at different slots, else None.
+        extent: slots that are attended over, where they are more than the pass needs (a padded pass), else 0.
+        mask: additive ``[rows, 1, count, extent]``, ready made, for a padded pass.
     """
 
     first: int
@@ -34,6 +46,8 @@ class Span:
     positions: Tensor
     visible: Tensor | None = None
     slots: Tensor | None = None
+    extent: int = 0
+    mask: Tensor | None = None
 
     @property
     def rows(self) -> slice:
@@ -41,7 +55,7 @@ class Span:
 
     @property
     def end(self) -> int:
-        return max(self.starts) + self.count
+        return self.extent or max(self.starts) + self.count
 
     @property
     def lone(self) -> bool:
@@ -62,7 +76,8 @@ class KVCache(Cache):
 
     def __init__(self, rows: int, capacity: int, dtype: torch.dtype, device: torch.device):
         super().__init__(layers=[])
-        self.rows, self.capacity, self.device = rows, capacity, device
+        self.rows, self.device = rows, device
+        self.capacity = capacity if device.type != "cuda" else -(-(capacity + SPARE) // 256) * 256
         self.dtype = torch.float32 if device.type == "cpu" else dtype
         self.lengths = [0] * rows
         self.keys: dict[int, Tensor] = {}
@@ -70,6 +85,7 @@ class KVCache(Cache):
         self.span: Span | None = None
         self._slots: Slots | None = None  # of all buffers, once a path was gathered
         self.causal_only = True  # until a model asks for a mask of another rule
+        self.recordings: dict[Hashable, Recording] = {}  # of passes over these buffers (``recorded.py``)
 
     # ---- one forward pass
 
@@ -90,9 +106,46 @@ class KVCache(Cache):
             raise IndexError(f"{count} tokens behind slot {max(starts)} do not fit into {self.capacity} slots")
         slots = None
         if len(set(starts)) > 1:
-            slots = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
+            slots = placed(starts, self.device)[:, None] + torch.arange(count, device=self.device)
         self.span = Span(first, starts, count, positions, visible, slots)
         return self.span
+
+    def open_padded(self, positions: Tensor, visible: Tensor | None = None) -> Span | None:
+        """As ``open`` for the first rows; and the same pass with rows, tokens and keys padded to powers of two.
+
+        Padding sees itself alone of what is new, and nobody sees it. What it writes lies behind the rows' lengths.
+
+        Returns:
+            The padded span; None where it does not fit: then only ``open`` has been done.
+        """
+        span = self.open(0, positions, visible)
+        rows, count = min(_power(len(span.starts)), self.rows), _power(span.count)
+        starts = self.lengths[:rows]
+        if max(starts) + count > self.capacity:
+            return None
+        if (rows, count) != positions.shape:
+            among = (
+                visible if visible is not None else torch.ones(span.count, span.count, dtype=torch.bool, device=self.device).tril()
+            )
+            visible = torch.eye(count, dtype=torch.bool, device=self.device).repeat(rows, 1, 1)
+            visible[: len(span.starts), : span.count, : span.count] = among
+            positions = F.pad(positions, (0, count - span.count, 0, rows - len(span.starts)))
+        slots = placed(starts, self.device)[:, None] + torch.arange(count, device=self.device)
+        extent = min(self.capacity, max(SHORTEST, _power(max(starts) + count)))
+        return Span(0, starts, count, positions, visible, slots, extent)
+
+    @contextmanager
+    def aimed(self, span: Span) -> Iterator[None]:
+        """Let a pass write at another span than the one that will be committed."""
+        opened, self.span = self.span, span
+        try:
+            yield
+        finally:
+            self.span = opened
+
+    def reuse(self) -> None:
+        """Begin again with empty rows; buffers, and what was recorded over them, stay."""
+        self.lengths, self.span = [0] * self.rows, None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -145,13 +198,13 @@ class KVCache(Cache):
         if self._slots is not None:
             self._slots.keep(row, start, path)
             return
-        source = torch.tensor(path, device=self.device) + start
+        source = placed(path, self.device) + start
         for buffer in buffers:
             buffer[row, :, start : start + len(path)] = buffer[row, :, source]
 
     def positions_behind(self, first: int, rows: int, count: int) -> Tensor:
         """``[rows, count]`` int64: the next positions of the rows ``first, first + 1, ...``."""
-        starts = torch.tensor(self.lengths[first : first + rows], device=self.device)
+        starts = placed(self.lengths[first : first + rows], self.device)
         return starts[:, None] + torch.arange(count, device=self.device)
 
     def truncate(self, row: int, length: int) -> None:
@@ -180,3 +233,8 @@ class KVCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length(layer_idx)
+
+
+def _power(count: int) -> int:
+    """The power of two from ``count`` on."""
+    return 1 << (count - 1).bit_length()

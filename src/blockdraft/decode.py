@@ -16,6 +16,7 @@ from torch import Tensor
 from blockdraft.accept import follow, reject
 from blockdraft.drafters.base import Drafter
 from blockdraft.errors import UsageError
+from blockdraft.memory import placed
 from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import ACCEPT, best
@@ -89,7 +90,7 @@ class Decoder:
         for logits, features in self.target.prefill(self.cache, row, request.prompt[kept:], self.taps):
             if self.drafter is not None:
                 count = self.cache.lengths[row] - kept
-                tokens = torch.tensor([request.prompt[kept : kept + count]], device=self.target.device)
+                tokens = placed([request.prompt[kept : kept + count]], self.target.device)
                 self.drafter.observe(row, tokens, features, [count])
                 kept += count
         assert logits is not None
@@ -115,7 +116,7 @@ class Decoder:
         if self.drafter is not None:
             counts = [len(request.prompt) for request in requests]
             padded = [[*request.prompt, *[0] * (max(counts) - count)] for request, count in zip(requests, counts, strict=True)]
-            self.drafter.observe(first, torch.tensor(padded, device=self.target.device), features, counts)
+            self.drafter.observe(first, placed(padded, self.target.device), features, counts)
         for row, request in enumerate(requests):
             request.block_size = self.block_size
             self._seat(first + row, request, logits[row], round)
@@ -252,7 +253,7 @@ class Decoder:
             round.accepted.append(accepted)
 
     def _anchors(self) -> Tensor:
-        return torch.tensor([request.output[-1] for request in self.active], device=self.target.device)
+        return placed([request.output[-1] for request in self.active], self.target.device)
 
     def retire(self) -> None:
         """Drop finished requests; the last row takes the place of each."""
@@ -296,7 +297,7 @@ def _along(paths: list[list[int]], tokens: Tensor, features: Tensor | None) -> t
     most = max(counts)
     if all(path == list(range(len(path))) for path in paths):
         return tokens[:, :most], features[:, :most] if features is not None else None, counts
-    nodes = torch.tensor([path + [0] * (most - len(path)) for path in paths], device=tokens.device)
+    nodes = placed([path + [0] * (most - len(path)) for path in paths], tokens.device)
     if features is not None:
         features = features.gather(1, nodes[:, :, None].expand(-1, -1, features.shape[-1]))
     return tokens.gather(1, nodes), features, counts
@@ -314,8 +315,11 @@ def decode(
     capacity = max((len(request.prompt) + request.limit for request in waiting), default=1)
     decoder = Decoder(target, drafter, max(1, min(batch_size, len(waiting))), capacity, block_size)
     waiting.reverse()
-    while waiting or decoder.active:
-        if waiting and len(decoder.active) < decoder.rows:
-            yield decoder.admit(waiting.pop())
-        else:
-            yield decoder.round()
+    try:
+        while waiting or decoder.active:
+            if waiting and len(decoder.active) < decoder.rows:
+                yield decoder.admit(waiting.pop())
+            else:
+                yield decoder.round()
+    finally:
+        target.give_back(decoder.cache)

@@ -158,6 +158,11 @@ def use_kernels(on: bool) -> None:
     _on = on
 
 
+def kernels_wanted() -> bool:
+    """What ``use_kernels`` was told last."""
+    return _on
+
+
 def library() -> ctypes.CDLL | None:
     """The built kernels; None where they are switched off or could not be built, which is said once."""
     built = _built() if _on else None

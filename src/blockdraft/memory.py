@@ -1,9 +1,13 @@
-"""What this machine's memory allows, and how the C library hands it out."""
+"""What this machine's memory allows, how the C library hands it out, and how numbers get to a device."""
 
 import ctypes
 import platform
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 
@@ -16,6 +20,16 @@ def available_memory() -> float:
             if line.startswith("MemAvailable:"):
                 return float(line.split()[1]) * 1024
     return float("inf")
+
+
+def placed(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of Python as a tensor on a device.
+
+    On CUDA the copy waits its turn like a kernel; ``torch.tensor`` would have Python wait for all that was launched before it.
+    """
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
 @cache

@@ -89,7 +89,9 @@ def measure(target: Target, drafter: DFlashDrafter) -> Costs:
     tree.truncate(0, near)  # forget the last draft
     tree.observe(0, behind, observed[:, :1].expand(-1, far - near, -1), [far - near])
     cache.lengths[0] = far
-    return replace(short, longer=_measured(target, tree, cache, observed))
+    longer = _measured(target, tree, cache, observed)
+    target.give_back(cache)
+    return replace(short, longer=longer)
 
 
 def _measured(target: Target, tree: TreeDrafter, cache: KVCache, observed: torch.Tensor) -> Costs:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels import see_ancestors
+from blockdraft.memory import placed
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Proposal:
             seen = self._lineage[0]
         if all(width == nodes for width in self.widths):
             return seen
-        real = torch.arange(nodes, device=device) < torch.tensor(self.widths, device=device)[:, None]
+        real = torch.arange(nodes, device=device) < placed(self.widths, device)[:, None]
         seen = seen & real[:, None, :] & real[:, :, None]
         return seen | torch.eye(nodes, dtype=torch.bool, device=device)
 

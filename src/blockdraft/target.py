@@ -17,12 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from blockdraft.anatomy import Anatomy, dissect, first_tensor
 from blockdraft.attention import FEW, additive, attending_over, causal, visibility
-from blockdraft.cache import KVCache
+from blockdraft.cache import KVCache, Span
 from blockdraft.errors import UsageError
 from blockdraft.kernels import library
 from blockdraft.packing import PackedLinear, pack_linears, unpack_linears
 from blockdraft.plain import PlainLayers, fits, plain_layer
 from blockdraft.proposal import Proposal
+from blockdraft.recorded import Recorder
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: bounds the mask and the activations of long prompts
 
@@ -72,15 +73,22 @@ class Target:
         self._cache_argument = "cache" if "cache" in signature else "past_key_values"
         self._keeps_logits = "logits_to_keep" in signature
         self.forwards = 0
+        self.recorder = Recorder(self.name, torch.device("cpu"))  # while it is examined, nothing is recorded
+        self._idle: KVCache | None = None
         self._plain: PlainLayers | None = None
         self._rotary: nn.Module | None = None
         if getattr(self.config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
             # Older transformers pick an attention that drops the cap without a word: let the model's own passes keep it too.
             model.config._attn_implementation = "eager"
-        self._examine()
+        if self._examine():  # windows and chunks have masks that differ by layer
+            self.recorder = Recorder(self.name, self.device)
 
-    def _examine(self) -> None:
-        """Find the parts, pack the weights, and prove on a few tokens that cached passes equal plain ones."""
+    def _examine(self) -> bool:
+        """Find the parts, pack the weights, and prove on a few tokens that cached passes equal plain ones.
+
+        Returns:
+            Whether every layer's mask is the plain causal one.
+        """
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.config.vocab_size, (1, 12), generator=generator).to(self.device)
         parts, plain = dissect(self.model, ids)
@@ -122,13 +130,16 @@ class Target:
                 f"{self.name} cannot be verified to the bit here: that needs a CPU, a C compiler, and layers like Llama's; "
                 "elsewhere kernels sum in an order that depends on the number of rows. Leave --exact out"
             )
+        return cache.causal_only
 
     @property
     def kernels(self) -> str:
         """What of a pass over few tokens runs in blockdraft's own kernels: "layers", all as one call (``plain.py``); "operations",
-        attention and products one by one; or "none"."""
+        attention and products one by one; "graphs", the model's own, recorded (``recorded.py``); or "none"."""
         if self._plain is not None:
             return "layers"
+        if self.recorder.on:
+            return "graphs"
         return "operations" if self.device.type == "cpu" and library() is not None else "none"
 
     def _proved_plain_layers(self, parts: Anatomy, ids: Tensor, error_of: Callable[[Tensor], float]) -> PlainLayers | None:
@@ -223,8 +234,17 @@ class Target:
     # ---- the four verbs
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """Buffers for ``rows`` sequences of ``capacity`` slots."""
+        """Buffers for ``rows`` sequences of ``capacity`` slots; those of a cache that was given back, if they fit."""
+        idle, self._idle = self._idle, None
+        if idle is not None and idle.rows == rows and idle.capacity >= capacity:
+            idle.reuse()
+            return idle
         return KVCache(rows, capacity, self.dtype, self.device)
+
+    def give_back(self, cache: KVCache) -> None:
+        """Say that a cache is not used any longer. Passes that were recorded over it are worth keeping for the next one."""
+        if cache.recordings:
+            self._idle = cache
 
     def prefill(
         self, cache: KVCache, row: int, ids: Sequence[int], taps: Sequence[int] = ()
@@ -262,8 +282,7 @@ class Target:
     def step(self, cache: KVCache, tokens: Tensor) -> Tensor:
         """Run one token per row, ``[rows]`` int64, and commit it. Returns logits ``[rows, vocabulary]``."""
         rows = tokens.shape[0]
-        span = cache.open(0, cache.positions_behind(0, rows, 1))
-        logits, _ = self._forward(cache, tokens[:, None], span.positions)
+        logits, _ = self._few(cache, tokens[:, None], cache.positions_behind(0, rows, 1))
         cache.commit([(0,)] * rows)
         return logits[:, -1]
 
@@ -278,8 +297,7 @@ class Target:
         depths = F.pad(proposal.depths(), (1, 0))
         # Padding may point beyond the last position that the model has an embedding for.
         positions = (cache.positions_behind(0, rows, 1) + depths).clamp(max=self.context - 1)
-        cache.open(0, positions, proposal.visible())
-        return self._forward(cache, tokens, positions, taps, few=True)
+        return self._few(cache, tokens, positions, proposal.visible(), taps)
 
     def commit(self, cache: KVCache, paths: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of each row's path (node 0, the anchor, first) and forget the other candidates."""
@@ -319,6 +337,46 @@ class Target:
         return features, last
 
     # ---- one forward pass
+
+    def _few(
+        self, cache: KVCache, tokens: Tensor, positions: Tensor, visible: Tensor | None = None, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """A pass over a few tokens of the first rows: recorded where that can be."""
+        padded = cache.open_padded(positions, visible) if self.recorder.on else None
+        if padded is not None:
+            found = self._play(cache, padded, tokens, taps)
+            if found is not None:
+                return found
+        cache.open(0, positions, visible)
+        return self._forward(cache, tokens, positions, taps, few=True)
+
+    def _play(self, cache: KVCache, padded: Span, tokens: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None] | None:
+        """The recorded pass at a padded span; None where there is none. When it is new it must say what an ordinary pass says."""
+        rows, count = tokens.shape
+        assert padded.slots is not None
+        widened = F.pad(tokens, (0, padded.count - count, 0, len(padded.starts) - rows))
+        mask = additive(visibility(padded, causal, self.device), cache.dtype)
+        key = (*padded.slots.shape, padded.extent, tuple(taps))
+        proved = key in cache.recordings
+
+        def run(tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+            # Starts are numbers in Python, which a recording would keep: what depends on them shows in the comparison below.
+            with cache.aimed(Span(0, [0] * len(tokens), tokens.shape[1], positions, None, slots, padded.extent, mask)):
+                logits, features = self._forward(cache, tokens, positions, taps, few=True)
+            return (logits,) if features is None else (logits, features)
+
+        found = self.recorder.play(cache, key, (widened, padded.positions, padded.slots, mask), run)
+        if found is None:
+            return None
+        self.forwards += 1
+        logits, features = found[0][:rows, :count], found[1][:rows, :count] if taps else None
+        if not proved:
+            plain, _ = self._forward(cache, tokens, padded.positions[:rows, :count], taps, few=True)
+            error = float((logits.float() - plain.float()).abs().mean() / plain.float().std().clamp_min(1e-6))
+            if not error < (1e-3 if self.dtype == torch.float32 else 0.2):
+                self.recorder.give_up(f"they differ by {error:.2g} standard deviations from ordinary ones")
+                return None
+        return logits, features
 
     def _forward(
         self,

@@ -7,8 +7,10 @@ import torch
 
 from blockdraft.budget import Budget
 from blockdraft.decode import decode
+from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.load import load_drafter, load_target
+from blockdraft.proposal import Proposal
 from blockdraft.request import Request
 from blockdraft.sampling import SamplingParams
 from blockdraft.target import Target
@@ -33,6 +35,40 @@ def test_lossless(family):
             pass
         outputs.append([request.output for request in requests])
     assert outputs[0] == outputs[1] == outputs[2]
+    recorded = family in ("llama", "qwen3")  # the others' layers have windows
+    assert (target.kernels == "graphs") == recorded and drafter.recorder.on
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recorded_passes_are_the_ordinary_ones(dtype):
+    """Graphs against kernels launched one by one: logits of verified trees, drafts, and features taken in."""
+    target = Target(tiny.model("llama").to("cuda", getattr(torch, dtype)))
+    network = random_drafter(target).network.to("cuda", getattr(torch, dtype))
+    found = []
+    for on in (True, False):
+        drafter = DFlashDrafter(network, target.embed, target.head)
+        target.recorder.on = drafter.recorder.on = on
+        cache, said = target.new_cache(3, 100), []
+        drafter.reset(3, 100)
+        for row, length in enumerate((3, 9, 40)):
+            for _, features in target.prefill(cache, row, tiny.prompt(length, row), drafter.taps):
+                drafter.observe(row, torch.zeros(1, length).cuda(), features, [length])
+        for step in range(4):
+            anchors = torch.tensor([1, 2, 3], device="cuda") + step
+            said.append(drafter.logits(anchors, [6, 4, 6])[[0, 2]])
+            parents = torch.tensor([[0, 0, 1, 2, 3]] * 3, device="cuda")
+            proposal = Proposal(torch.arange(15, device="cuda").view(3, 5), [6, 6, 6], parents)
+            logits, features = target.verify(cache, anchors, proposal, drafter.taps)
+            said.append(logits)
+            target.commit(cache, [[0, 2, 4], [0], [0, 1]])
+            drafter.observe(0, torch.zeros(3, 3).cuda(), features[:, :3], [3, 1, 2])
+            said.append(target.step(cache, anchors)[:, None])
+            drafter.observe(0, torch.zeros(3, 1).cuda(), features[:, :1], [1, 1, 1])
+        assert bool(cache.recordings) == on and bool(drafter.cache.recordings) == on
+        found.append(said)
+    for ours, plain in zip(*found, strict=True):
+        tolerance = 1e-4 if dtype == "float32" else 0.05
+        torch.testing.assert_close(ours, plain, atol=tolerance * float(plain.std()), rtol=0)
 
 
 @pytest.fixture(scope="module")

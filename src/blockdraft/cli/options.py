@@ -25,7 +25,7 @@ def add_target(parser: argparse.ArgumentParser, dtype_help: str) -> "argparse._A
         "--compile",
         choices=("auto", "on", "off"),
         default="auto",
-        help="run layers as one call of C kernels: where that can be (default), or refuse, or never",
+        help="passes as one call (C kernels on a CPU, recorded graphs on CUDA): where that can be (default), or refuse, or never",
     )
     return group
 
@@ -111,14 +111,17 @@ def load_target(args: argparse.Namespace, dtype: str | None = None) -> "Target":
         torch.set_num_threads(args.threads)
     use_kernels(args.compile != "off")
     target = blockdraft.load.load_target(args.target, args.dtype or dtype, args.device, getattr(args, "exact", False))
-    if args.compile == "on" and target.kernels != "layers":
-        if target.device.type != "cpu":
-            reason = f"they are made for CPUs, not for {target.device.type}"
+    target.recorder.required = args.compile == "on"
+    if args.compile == "on" and target.kernels not in ("layers", "graphs"):
+        if target.device.type == "cuda":
+            reason = "its layers have windows or chunks, whose masks differ by layer"
+        elif target.device.type != "cpu":
+            reason = f"it is on {target.device.type}; they are made for CPUs and CUDA"
         elif library() is None:
             reason = why_none()
         else:
             reason = "its layers are not like Llama's, or oneDNN multiplies them faster"
-        raise UsageError(f"--compile on: {args.target} does not run in kernels here: {reason}. Leave --compile out")
+        raise UsageError(f"--compile on: passes of {args.target} do not run as one call here: {reason}. Leave --compile out")
     return target
 
 

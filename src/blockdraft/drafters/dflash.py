@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
@@ -22,8 +23,10 @@ from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash2 import CandidateSelector, Convolution
 from blockdraft.drafters.shortlist import Shortlist
 from blockdraft.errors import UsageError
+from blockdraft.memory import placed
 from blockdraft.plain import PlainLayer, PlainLayers, fits, plain_layer
 from blockdraft.proposal import Proposal
+from blockdraft.recorded import Recorder
 from blockdraft.sampling import best
 
 MOST_SLOTS = 4096  # of a block
@@ -284,6 +287,9 @@ class DFlashDrafter:
         self.packed_bytes, self.shortlist, self.forwards = packed_bytes, shortlist, 0
         self._unread: list[tuple[Tensor, Sequence[int]]] = []  # features of the first rows that no draft has needed yet
         self._plain = self._plain_layers() if packed_bytes else None
+        # A convolution reads its neighbours' slots, and a selector goes from word to word: a DFlash 2 is not padded.
+        recorded = self.config.convolution is None and self.config.selector is None
+        self.recorder = Recorder(name, self.device if recorded else torch.device("cpu"))
 
     def _plain_layers(self) -> PlainLayers | None:
         """The layers as one call: where they are packed for our own kernel, and see alike."""
@@ -312,7 +318,11 @@ class DFlashDrafter:
         return block_size
 
     def reset(self, rows: int, capacity: int) -> None:
-        self.cache = KVCache(rows, capacity, self.dtype, self.device)
+        before: KVCache | None = getattr(self, "cache", None)
+        if before is not None and before.recordings and before.rows == rows and before.capacity >= capacity:
+            before.reuse()
+        else:
+            self.cache = KVCache(rows, capacity, self.dtype, self.device)
         self._unread = []
 
     def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
@@ -340,15 +350,36 @@ class DFlashDrafter:
     def _inject(self, row: int, features: Tensor, counts: Sequence[int]) -> None:
         """Context keys and values of the rows ``row, row + 1, ...``; features ``[rows, most, taps * hidden]``."""
         with torch.inference_mode():
-            features = features[:, : max(counts)]
-            span = self.cache.open(row, self.cache.positions_behind(row, *features.shape[:2]))
-            fused = self.network.fuse(features.to(self.dtype))
-            if self._plain is not None:
-                self._plain.inject(fused, self.network.rotary(fused.float(), span.positions), self.cache, span)
-            else:
-                for layer, (keys, values) in enumerate(self.network.inject(fused, span.positions)):
-                    self.cache.update(keys, values, layer)
+            features = features[:, : max(counts)].to(self.dtype)
+            few = self.recorder.on and row == 0 and max(counts) <= UNREAD
+            if not (few and self._play_inject(features)):
+                span = self.cache.open(row, self.cache.positions_behind(row, *features.shape[:2]))
+                fused = self.network.fuse(features)
+                if self._plain is not None:
+                    self._plain.inject(fused, self.network.rotary(fused.float(), span.positions), self.cache, span)
+                else:
+                    for layer, (keys, values) in enumerate(self.network.inject(fused, span.positions)):
+                        self.cache.update(keys, values, layer)
         self.cache.commit([range(count) for count in counts])
+
+    def _play_inject(self, features: Tensor) -> bool:
+        """The same as a recorded pass of the first rows, if there is one."""
+        cache = self.cache
+        padded = cache.open_padded(cache.positions_behind(0, *features.shape[:2]))
+        if padded is None:
+            return False
+        assert padded.slots is not None
+        rows, count = padded.slots.shape
+        widened = F.pad(features, (0, 0, 0, count - features.shape[1], 0, rows - features.shape[0]))
+
+        def run(features: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+            with cache.aimed(Span(0, [0] * rows, count, positions, None, slots)):
+                for layer, (keys, values) in enumerate(self.network.inject(self.network.fuse(features), positions)):
+                    cache.update(keys, values, layer)
+            return ()
+
+        inputs = (widened, padded.positions, padded.slots)
+        return self.recorder.play(cache, ("inject", rows, count), inputs, run) is not None
 
     def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
         slots = max(widths)
@@ -372,7 +403,7 @@ class DFlashDrafter:
         known = anchors.new_full((len(anchors), slots), self.config.mask_token_id)
         kept = torch.zeros_like(known, dtype=torch.bool)
         for step in range(1, steps + 1):
-            logits = self._logits(self._hidden(anchors, widths, known))
+            logits = self.logits(anchors, widths, known)
             if draw is None:
                 tokens = self._words(best(logits))
             else:
@@ -410,7 +441,7 @@ class DFlashDrafter:
             values, words = logits.topk(min(most, logits.shape[-1]), dim=-1)
             logs = values - logits.logsumexp(dim=-1, keepdim=True)
             if len(set(widths)) > 1:
-                inside = torch.arange(1, max(widths), device=self.device) < torch.tensor(widths, device=self.device)[:, None]
+                inside = torch.arange(1, max(widths), device=self.device) < placed(widths, self.device)[:, None]
                 logs = logs.masked_fill(~inside[..., None], float("-inf"))
             return logs, self._words(words)
 
@@ -418,25 +449,66 @@ class DFlashDrafter:
         """Ids of the words at these places of the logits."""
         return places if self.shortlist is None else self.shortlist.ids[places]
 
-    def logits(self, anchors: Tensor, widths: Sequence[int]) -> Tensor:
-        """Draft logits ``[rows, slots - 1, words]`` of the slots behind the anchor, over the shortlist if there is one."""
-        return self._logits(self._hidden(anchors, widths))
+    def logits(self, anchors: Tensor, widths: Sequence[int], known: Tensor | None = None) -> Tensor:
+        """Draft logits ``[rows, slots - 1, words]`` of the slots behind the anchor, over the shortlist if there is one.
 
-    def _hidden(self, anchors: Tensor, widths: Sequence[int], known: Tensor | None = None) -> Tensor:
-        """Hidden states ``[rows, slots - 1, hidden]`` of the slots behind the anchor; ``known``: their tokens, not masks alone."""
+        Args:
+            known: ``[rows, slots - 1]`` their tokens, where they are not masks alone.
+        """
+        if self.recorder.on:
+            self._read()
+            logits = self._play_block(*self._block(anchors, widths, known))
+            if logits is not None:
+                return logits
+        return self._logits(self._hidden(anchors, widths, known))
+
+    def _play_block(self, ids: Tensor, real: Tensor | None) -> Tensor | None:
+        """The logits of a block by a recorded pass, if there is one."""
+        cache, (rows, count) = self.cache, ids.shape
+        among = real if real is not None else torch.ones(rows, count, count, dtype=torch.bool, device=self.device)
+        padded = cache.open_padded(cache.positions_behind(0, rows, count), among)
+        if padded is None:
+            return None
+        assert padded.slots is not None
+        rules = list(zip(self.config.causal, self.config.windows, strict=True))
+        kinds = sorted(set(rules), key=rules.index)
+        masks = [additive(visibility(padded, visible_rule(*kind), self.device), cache.dtype) for kind in kinds]
+        widened = F.pad(ids, (0, padded.count - count, 0, len(padded.starts) - rows), value=self.config.mask_token_id)
+
+        def run(ids: Tensor, positions: Tensor, slots: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+            with cache.aimed(Span(0, [0] * len(ids), ids.shape[1], positions, None, slots, padded.extent)):
+                block = self.embed(ids).to(self.dtype) * self.config.embedding_scale
+                hidden = self.network(block, positions, cache, [masks[kinds.index(rule)] for rule in rules])
+                return (self._logits(hidden[:, 1:]),)
+
+        key = ("block", *padded.slots.shape, padded.extent)
+        found = self.recorder.play(cache, key, (widened, padded.positions, padded.slots, *masks), run)
+        if found is None:
+            return None
         self.forwards += 1
-        self._read()
+        return found[0][:rows, : count - 1]
+
+    def _block(self, anchors: Tensor, widths: Sequence[int], known: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Ids ``[rows, slots]`` of the blocks; and who sees whom ``[rows, slots, slots]``, where rows are of unequal width.
+
+        Padding slots of narrower rows are hidden by the same rule as the padding nodes of a proposal.
+        """
         slots = max(widths)
         ids = anchors.new_full((len(anchors), slots), self.config.mask_token_id)
         ids[:, 0] = anchors
         if known is not None:
             ids[:, 1:] = known
+        if len(set(widths)) == 1:
+            return ids, None
+        inside = torch.arange(slots, device=self.device) < placed(widths, self.device)[:, None]
+        return ids, inside[:, None, :].expand(-1, slots, -1) | torch.eye(slots, dtype=torch.bool, device=self.device)
+
+    def _hidden(self, anchors: Tensor, widths: Sequence[int], known: Tensor | None = None) -> Tensor:
+        """Hidden states ``[rows, slots - 1, hidden]`` of the slots behind the anchor; ``known``: their tokens, not masks alone."""
+        self.forwards += 1
+        self._read()
+        ids, real = self._block(anchors, widths, known)
         block = self.embed(ids).to(self.dtype) * self.config.embedding_scale
-        # Padding slots of narrower rows are hidden by the same rule as the padding nodes of a proposal.
-        real = None
-        if len(set(widths)) > 1:
-            inside = torch.arange(slots, device=self.device) < torch.tensor(widths, device=self.device)[:, None]
-            real = inside[:, None, :].expand(-1, slots, -1) | torch.eye(slots, dtype=torch.bool, device=self.device)
         span = self.cache.open(0, self.cache.positions_behind(0, *ids.shape), real)
         if self._plain is not None:
             rope = self.network.rotary(block.float(), span.positions)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blockdraft.drafters.base import Draw
 from blockdraft.errors import UsageError
+from blockdraft.memory import placed
 from blockdraft.proposal import Proposal
 
 LONGEST, SHORTEST = 8, 2  # tokens of the match, the anchor included: one token alone repeats by chance
@@ -90,7 +91,7 @@ class LookupDrafter:
             for history, anchor, width in zip(self.histories, anchors.tolist(), widths, strict=False)
         ]
         most = max(map(len, found))
-        tokens = torch.tensor([[*copy, *[0] * (most - len(copy))] for copy in found], dtype=torch.long, device=anchors.device)
+        tokens = placed([[*copy, *[0] * (most - len(copy))] for copy in found], anchors.device, torch.long)
         return Proposal(tokens.view(len(found), most), [len(copy) + 1 for copy in found])
 
     def truncate(self, row: int, length: int) -> None:

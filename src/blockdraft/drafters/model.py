@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Draw
 from blockdraft.errors import UsageError
 from blockdraft.proposal import Proposal
@@ -19,7 +20,7 @@ CHUNK = 64  # observed tokens that are taken in before a draft: more are a promp
 
 
 class ModelDrafter:
-    """A language model at work as a drafter. Where a row outgrows the model's own context, it rests.
+    """A language model at work as a drafter. A row that outgrows the model's own context is forgotten, and goes on without drafts.
 
     Args:
         model: the smaller model.
@@ -29,27 +30,32 @@ class ModelDrafter:
 
     method = "draft-model"
     taps: tuple[int, ...] = ()
+    cache: KVCache
 
     def __init__(self, model: Target, vocabulary: int, name: str = ""):
         self.model, self.vocabulary = model, vocabulary
         self.name, self.block_size = name or model.name, BLOCK_SIZE
+        self._rows = 0
         self._known = model.embedding.num_embeddings - 1  # padding of the target's vocabulary may lie beyond
 
     def room(self, block_size: int) -> int:
         return block_size
 
     def reset(self, rows: int, capacity: int) -> None:
+        if self._rows:
+            self.model.give_back(self.cache)
+        self._rows = rows
         self.cache = self.model.new_cache(rows, capacity + CHUNK + 1)
         self._unread: list[list[int]] = [[] for _ in range(rows)]  # observed, and not in the cache
-        self._outgrown: set[int] = set()  # rows of which it does not know all
+        self._outgrown: set[int] = set()  # rows that it has forgotten
 
     def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
         for i, count in enumerate(counts):
             unread = self._unread[row + i]
-            if self.cache.lengths[row + i] + len(unread) + count + BLOCK_SIZE > self.model.context:
-                self._outgrown.add(row + i)
-                unread.clear()
             if row + i in self._outgrown:
+                continue
+            if self.cache.lengths[row + i] + len(unread) + count + BLOCK_SIZE > self.model.context:
+                self._outgrow(row + i)
                 continue
             unread += tokens[i, :count].clamp(max=self._known).tolist()
             if len(unread) > CHUNK:
@@ -60,11 +66,12 @@ class ModelDrafter:
     def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
         rows, steps = len(widths), max(widths) - 1
         room = self.model.context - max(widths)
-        if any(row in self._outgrown or self.cache.lengths[row] + len(self._unread[row]) > room for row in range(rows)):
-            warnings.warn(f"{self.name} reads {self.model.context} tokens: longer conversations go on without drafts")
-            return Proposal(anchors.new_empty(rows, 0), [1] * rows)
-        if steps == 0:
-            return Proposal(anchors.new_empty(rows, 0), list(widths))
+        for row in range(rows):
+            if self.cache.lengths[row] + len(self._unread[row]) > room:
+                self._outgrow(row)
+        widths = [1 if row in self._outgrown else width for row, width in enumerate(widths)]
+        if max(widths) == 1:
+            return Proposal(anchors.new_empty(rows, 0), widths)
         lengths = list(self.cache.lengths[:rows])
         logits = [self._read(anchors)]
         tokens, laws = anchors.new_empty(rows, 0), None
@@ -78,7 +85,14 @@ class ModelDrafter:
         for row, length in enumerate(lengths):  # the anchor and what was drafted are not observed yet
             self.cache.truncate(row, length + len(self._unread[row]))
             self._unread[row].clear()
-        return Proposal(tokens, list(widths), probabilities=laws)
+        return Proposal(tokens, widths, probabilities=laws)
+
+    def _outgrow(self, row: int) -> None:
+        """Forget a row: from now on its anchors are read at the beginning of its empty cache, and what follows is not used."""
+        warnings.warn(f"{self.name} reads {self.model.context} tokens: longer conversations go on without drafts")
+        self.cache.truncate(row, 0)
+        self._unread[row].clear()
+        self._outgrown.add(row)
 
     def _read(self, anchors: Tensor) -> Tensor:
         """Take in what was observed and the anchors; the logits ``[rows, vocabulary]`` behind them."""
@@ -104,6 +118,7 @@ class ModelDrafter:
         kept = self.cache.lengths[row]
         if length <= kept:
             self.cache.truncate(row, length)
+        if length == 0:
             self._outgrown.discard(row)
         del self._unread[row][max(0, length - kept) :]
 
