@@ -111,7 +111,7 @@ class KVCache(Cache):
         return self.span
 
     def open_padded(self, positions: Tensor, visible: Tensor | None = None) -> Span | None:
-        """As ``open`` for the first rows; and the same pass with rows, tokens and keys padded to powers of two.
+        """As ``open`` for the first rows; and the same pass with rows, tokens and keys padded to one of a handful of numbers.
 
         Padding sees itself alone of what is new, and nobody sees it. What it writes lies behind the rows' lengths.
 
@@ -120,13 +120,13 @@ class KVCache(Cache):
         """
         span = self.open(0, positions, visible)
         rows, count = min(_power(len(span.starts)), self.rows), _power(span.count)
+        count = count if count <= 16 else -(-span.count // 16) * 16
         starts = self.lengths[:rows]
         if max(starts) + count > self.capacity:
             return None
         if (rows, count) != positions.shape:
-            among = (
-                visible if visible is not None else torch.ones(span.count, span.count, dtype=torch.bool, device=self.device).tril()
-            )
+            chain = torch.ones(span.count, span.count, dtype=torch.bool, device=self.device).tril()
+            among = chain if visible is None else visible
             visible = torch.eye(count, dtype=torch.bool, device=self.device).repeat(rows, 1, 1)
             visible[: len(span.starts), : span.count, : span.count] = among
             positions = F.pad(positions, (0, count - span.count, 0, rows - len(span.starts)))

@@ -31,7 +31,8 @@ from blockdraft.sampling import best
 
 MOST_SLOTS = 4096  # of a block
 FARTHEST = 2**31 - 1  # positions
-UNREAD = 32  # most tokens of a row whose features wait for a draft; a tree leaves that much room behind a row
+UNREAD = 32  # tokens of every row that are taken in at a time, unless they are a prompt's
+MOST_UNREAD = 256  # tokens of a row whose features may wait for a draft
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,6 @@ class DFlashDrafter:
         weight = network.fc.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.packed_bytes, self.shortlist, self.forwards = packed_bytes, shortlist, 0
-        self._unread: list[tuple[Tensor, Sequence[int]]] = []  # features of the first rows that no draft has needed yet
         self._plain = self._plain_layers() if packed_bytes else None
         # A convolution reads its neighbours' slots, and a selector goes from word to word: a DFlash 2 is not padded.
         recorded = self.config.convolution is None and self.config.selector is None
@@ -318,34 +318,37 @@ class DFlashDrafter:
         return block_size
 
     def reset(self, rows: int, capacity: int) -> None:
+        capacity += UNREAD
         before: KVCache | None = getattr(self, "cache", None)
         if before is not None and before.recordings and before.rows == rows and before.capacity >= capacity:
             before.reuse()
         else:
             self.cache = KVCache(rows, capacity, self.dtype, self.device)
-        self._unread = []
+        self._unread: list[list[Tensor]] = [[] for _ in range(rows)]  # per row, features that no draft has needed yet
+        self._waiting = [0] * rows  # tokens of them
 
     def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
-        """Features of a few tokens wait until a draft needs them: several rounds without one share a pass over them."""
+        """Features of a few tokens wait until a draft needs them: where drafting rests, they are hardly ever read."""
         assert features is not None
-        waiting = sum(max(counted) for _, counted in self._unread)
-        others = bool(self._unread) and len(self._unread[0][1]) != len(counts)
-        if row or others or waiting + max(counts) > UNREAD:
-            self._read()
-        if row or max(counts) > UNREAD:
+        rows = range(row, row + len(counts))
+        if max(counts) > UNREAD and not any(self._waiting[i] for i in rows):
             self._inject(row, features, counts)
-        else:
-            self._unread.append((features, counts))
+            return
+        for i, found, count in zip(rows, features, counts, strict=True):
+            self._unread[i].append(found[:count])
+            self._waiting[i] += count
+        if max(self._waiting) > MOST_UNREAD:
+            self._read(self.cache.rows)
 
-    def _read(self) -> None:
-        """Take in the features that wait."""
-        unread, self._unread = self._unread, []
-        if len(unread) == 1:
-            self._inject(0, *unread[0])
-        elif unread:
-            rows = range(len(unread[0][1]))
-            joined = [torch.cat([features[i, : counts[i]] for features, counts in unread]) for i in rows]
-            self._inject(0, nn.utils.rnn.pad_sequence(joined, batch_first=True), [len(row) for row in joined])
+    def _read(self, rows: int) -> None:
+        """Take in the features of the first rows that wait, a few tokens of every row at a time."""
+        none = self.network.fc.weight.new_empty(0, self.network.fc.in_features)
+        waiting = [torch.cat(parts) if parts else none for parts in self._unread[:rows]]
+        self._unread[:rows], self._waiting[:rows] = [[] for _ in range(rows)], [0] * rows
+        for start in range(0, max(map(len, waiting)), UNREAD):
+            pieces = [features[start : start + UNREAD].to(self.dtype) for features in waiting]
+            padded = pieces[0][None] if rows == 1 else nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+            self._inject(0, padded, [len(piece) for piece in pieces])
 
     def _inject(self, row: int, features: Tensor, counts: Sequence[int]) -> None:
         """Context keys and values of the rows ``row, row + 1, ...``; features ``[rows, most, taps * hidden]``."""
@@ -456,7 +459,7 @@ class DFlashDrafter:
             known: ``[rows, slots - 1]`` their tokens, where they are not masks alone.
         """
         if self.recorder.on:
-            self._read()
+            self._read(len(anchors))
             logits = self._play_block(*self._block(anchors, widths, known))
             if logits is not None:
                 return logits
@@ -506,7 +509,7 @@ class DFlashDrafter:
     def _hidden(self, anchors: Tensor, widths: Sequence[int], known: Tensor | None = None) -> Tensor:
         """Hidden states ``[rows, slots - 1, hidden]`` of the slots behind the anchor; ``known``: their tokens, not masks alone."""
         self.forwards += 1
-        self._read()
+        self._read(len(anchors))
         ids, real = self._block(anchors, widths, known)
         block = self.embed(ids).to(self.dtype) * self.config.embedding_scale
         span = self.cache.open(0, self.cache.positions_behind(0, *ids.shape), real)
@@ -541,12 +544,16 @@ class DFlashDrafter:
     def bytes(self) -> int:
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.network.parameters())
         words = self.shortlist.bytes if self.shortlist is not None else 0
-        return weights + self.packed_bytes + words + self.cache.bytes()
+        waiting = sum(features.numel() * features.element_size() for parts in self._unread for features in parts)
+        return weights + self.packed_bytes + words + self.cache.bytes() + waiting
 
     def truncate(self, row: int, length: int) -> None:
-        self._read()
-        self.cache.truncate(row, length)
+        kept = self.cache.lengths[row]
+        if self._waiting[row]:
+            left = torch.cat(self._unread[row])[: max(0, length - kept)]
+            self._unread[row], self._waiting[row] = [left], len(left)
+        self.cache.truncate(row, min(kept, length))
 
     def move(self, source: int, target: int) -> None:
-        self._read()
         self.cache.move(source, target)
+        self._unread[target], self._waiting[target] = list(self._unread[source]), self._waiting[source]

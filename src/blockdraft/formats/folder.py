@@ -76,7 +76,7 @@ def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unknown:
         lists = [f"{what}: {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-        raise UsageError(f"{folder / 'model.safetensors'} does not hold the tensors its config promises ({'; '.join(lists)})")
+        raise UsageError(f"{folder} does not hold the tensors that its config promises ({'; '.join(lists)})")
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             raise UsageError(f"{folder}: {name} has shape {list(tensor.shape)}, the config asks for {list(expected[name].shape)}")
@@ -89,7 +89,7 @@ def fill(network: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise UsageError(f"{folder}: tensors of {told}; a drafter has one dtype, float32, bfloat16 or float16")
     if not all(bool(tensor.isfinite().all()) for tensor in weights):
-        raise UsageError(f"{folder / 'model.safetensors'} holds numbers that are not finite: the drafter is damaged")
+        raise UsageError(f"{folder} holds weights that are not finite: the drafter is damaged")
     network.to(next(iter(dtypes)))
     network.load_state_dict(tensors)
 
