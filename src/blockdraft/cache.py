@@ -19,7 +19,7 @@ from blockdraft.kernels import Slots
 from blockdraft.memory import placed
 
 if TYPE_CHECKING:
-    from blockdraft.recorded import Recording
+    from blockdraft.recorded import Recorder, Recording
 
 SPARE = 128  # slots behind what was asked for, on CUDA: passes are padded to one of a handful of shapes
 SHORTEST = 512  # keys of a padded pass
@@ -178,16 +178,18 @@ class KVCache(Cache):
 
     # ---- between forward passes
 
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]], recorder: "Recorder | None" = None) -> None:
         """Keep, for each row of the last forward pass, the tokens of ``path`` (indices into the pass, ascending).
 
-        A path that is a prefix moves nothing; the path of a tree is gathered to the front, in place.
+        A path that is a prefix moves nothing; the path of a tree is gathered to the front, in place, by ``recorder`` if it records.
         """
         span = self.span
         assert span is not None and len(paths) == len(span.starts)
         for i, path in enumerate(paths):
             row, start = span.first + i, span.starts[i]
-            if list(path) != list(range(len(path))):
+            prefix = list(path) == list(range(len(path)))
+            recorded = not prefix and recorder is not None and recorder.on and self._play_keep(recorder, row, start, path)
+            if not prefix and not recorded:
                 self._keep(row, start, path)
             self.lengths[row] = start + len(path)
 
@@ -201,6 +203,22 @@ class KVCache(Cache):
         source = placed(path, self.device) + start
         for buffer in buffers:
             buffer[row, :, start : start + len(path)] = buffer[row, :, source]
+
+    def _play_keep(self, recorder: "Recorder", row: int, start: int, path: Sequence[int]) -> bool:
+        """The same as a recorded pass over all buffers, if there is one; padding copies the first token over itself."""
+        buffers = [*self.keys.values(), *self.values.values()]
+        count = _power(len(path))
+        rest = [0] * (count - len(path))
+        places = placed([[row] * count, [*path, *rest], [*range(len(path)), *rest]], self.device)
+        places[1:] += start
+
+        def run(places: Tensor) -> tuple[Tensor, ...]:
+            row, source, kept = places
+            for buffer in buffers:
+                buffer[row, :, kept] = buffer[row, :, source]
+            return ()
+
+        return recorder.play(self, ("keep", count), (places,), run) is not None
 
     def positions_behind(self, first: int, rows: int, count: int) -> Tensor:
         """``[rows, count]`` int64: the next positions of the rows ``first, first + 1, ...``."""

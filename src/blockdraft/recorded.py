@@ -62,7 +62,7 @@ class Recorder:
         Raises:
             UsageError: it cannot be recorded, and must be.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.cuda.device_of(inputs[0]):
             if key not in kv.recordings:
                 try:
                     kv.recordings[key] = Recording(inputs, run)
@@ -85,16 +85,20 @@ class Recorder:
 
 def capture(run: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
     """Capture what ``run`` launches; the result launches it again and returns the same output tensors, filled anew."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side, stream = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(stream)
     with torch.cuda.stream(side):  # libraries set themselves up in the first passes, which a graph cannot hold
         for _ in range(2):
             run()
-    torch.cuda.current_stream().wait_stream(side)
+    stream.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # One pool: graphs are replayed one after the other, and may share what they need in between.
-    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local"):
-        outputs = run()
+    try:
+        # One pool: graphs are replayed one after the other, and may share what they need in between.
+        with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local"):
+            outputs = run()
+    except RuntimeError:
+        torch.cuda.set_stream(stream)  # a capture that fails may leave its own
+        raise
 
     def replay() -> tuple[Tensor, ...]:
         graph.replay()

@@ -301,7 +301,7 @@ class Target:
 
     def commit(self, cache: KVCache, paths: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of each row's path (node 0, the anchor, first) and forget the other candidates."""
-        cache.commit(paths)
+        cache.commit(paths, self.recorder)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
