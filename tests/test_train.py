@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import tracking
 from safetensors.torch import load_file
 
 from blockdraft.attention import BlockedMask
@@ -548,6 +549,34 @@ BAD = {
     "words of a DFlash": (["words=100"], "words has no effect with drafter dflash"),
     "layers of an EAGLE-3": (["drafter=eagle3"], "layers has no effect with drafter eagle3"),
 }
+
+
+def test_a_tracker_is_told_what_the_metrics_say(place, tmp_path, monkeypatch):
+    """With accelerate's own trackers replaced by one that keeps what it is told: settings once, every figure, and the end."""
+    told, settings, ended = {}, [], []
+
+    class Kept(tracking.GeneralTracker):
+        name, requires_logging_directory, tracker = "tensorboard", False, None
+
+        def __init__(self, run_name, **kwargs):
+            super().__init__()
+
+        def store_init_configuration(self, values):
+            settings.append(values)
+
+        def log(self, values, step=None, **kwargs):
+            told.setdefault(step, {}).update(values)
+
+        def finish(self):
+            ended.append(True)
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Kept)
+    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.TENSORBOARD])
+    make(place, tmp_path / "run", max_steps=6, log_every=3, evaluate_every=6, trackers=["tensorboard"]).train()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 6, 6] and sorted(told) == [3, 6]
+    assert all(told[line["step"]]["loss"] == line["loss"] for line in lines if "loss" in line)
+    assert "real_tau" in told[6] and len(settings) == len(ended) == 1 and settings[0]["max_steps"] == "6"
 
 
 @pytest.mark.parametrize(("overrides", "sentence"), BAD.values(), ids=BAD.keys())
