@@ -26,7 +26,7 @@ PLAIN, COPIED, DRAFTED = range(3)  # kinds of rounds: nothing to verify, copies 
 WEIGHT, TRIAL_WEIGHT = 0.08, 0.3  # of a round's outcome in the averages, once there are some; of one after a pause
 FIRST_ROUNDS = 3  # outcomes that what was expected at first weighs as much as
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds
-SHARE = 0.02  # of the time of plain rounds that trials may take from them
+SHARE = 0.02  # of the time of plain rounds that trials of one row may take from them; a trial of many rows tells as much as many
 SAVED = 4.0  # plain rounds' time that may be saved up for trials, and is there at first
 LOOK = 4  # rows that add one to the plain rounds that follow a plain round without another look
 MARGIN = 1.03  # drafting must look better than no drafting by this much: what looks best of several is overestimated
@@ -100,7 +100,7 @@ class Budget:
         self._nodes = Rates([math.exp(-BIN * (i + 0.5)) for i in range(BINS)])
         self._copies = Rates([0.9 - 0.7 * 0.75**length for length in range(LONG_MATCH + 1)])
         self._paces = [Pace(), Pace(), Pace()]
-        self._pause, self._spare = FIRST_PAUSE, SAVED
+        self._pause, self._spare, self._share = FIRST_PAUSE, SAVED, SHARE
         self._drafted = [Drafted(chance, block_size) for chance in (0.65, 0.65, 0.8)]
         self.reset(0)
 
@@ -120,7 +120,7 @@ class Budget:
             return False
         self._silent -= 1
         self._resting += 1
-        self._spare += SHARE
+        self._spare += self._share
         return True
 
     def slots(self, matches: Sequence[int], copied: int) -> int:
@@ -136,6 +136,7 @@ class Budget:
         if self.fixed is not None or self.costs is None:
             return self.block_size
         rows, kinds = len(matches), [_kind(match) for match in matches]
+        self._share = SHARE / rows
         verified = round(sum(self._drafted[kind].verified for kind in kinds))
         best, best_rate = 1, 0.0
         for slots in sorted({self.block_size, (self.block_size + 1) // 2}):
@@ -175,7 +176,7 @@ class Budget:
         where not even a block that stands whole would pay.
         """
         self._resting += 1
-        self._spare = min(self._spare + SHARE, max(SAVED, dearer))
+        self._spare = min(self._spare + self._share, max(SAVED, dearer))
         if self._resting <= self._pause * max(1.0, dearer) or self._spare < dearer or dearer + 1 >= self.block_size:
             return 1
         self._resting, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
