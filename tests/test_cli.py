@@ -361,7 +361,8 @@ def test_interrupted_generation_ends_with_the_text_so_far(pair, tmp_path):
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
 import blockdraft.decode as module
 own = module.Decoder.round
 def slow(self):
