@@ -137,7 +137,7 @@ def test_layers_run_as_one_call_where_that_is_the_same(family):
 @compiled
 def test_bfloat16_weights_and_float32_arithmetic(monkeypatch):
     """On a processor without bfloat16 arithmetic: what the rounded weights say in float32, to rounding; verification to the bit."""
-    monkeypatch.setattr(packing, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(packing, "cpu_has_amx", lambda: False)
     target = tiny.target(dtype=torch.bfloat16)
     exact = tiny.model(dtype=torch.bfloat16).float()
     assert target._plain is not None
@@ -155,7 +155,7 @@ def test_bfloat16_weights_and_float32_arithmetic(monkeypatch):
 @compiled
 def test_exact_is_identical_in_bfloat16(trained, monkeypatch):
     """Also where the processor multiplies bfloat16 itself; chains, trees, batches, sampled or not. Refused where it cannot be."""
-    monkeypatch.setattr(packing, "cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(packing, "cpu_has_amx", lambda: True)
     target = Target(tiny.model(dtype=torch.bfloat16), exact=True)
     prompts = [tiny.prompt(length, seed) for seed, length in enumerate((6, 1, 11))]
     chain = DFlashDrafter(trained.network, target.embed, target.head)
@@ -177,7 +177,7 @@ def test_exact_is_identical_in_bfloat16(trained, monkeypatch):
 def test_a_tree_is_verified_to_the_bit(dtype, length, count, monkeypatch):
     """Every node's logits are those of plain steps along its path, wherever its keys lie in the cache, however many there are; in
     a batch too."""
-    monkeypatch.setattr(packing, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(packing, "cpu_has_amx", lambda: False)
     target = tiny.target(dtype=dtype)
     generator = torch.Generator().manual_seed(length)
     parents = torch.tensor([[int(torch.randint(0, i + 1, (), generator=generator)) for i in range(count)] for _ in range(2)])

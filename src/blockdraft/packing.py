@@ -73,15 +73,27 @@ class PackedLinear(nn.Linear):
 
 
 def has_own_kernel(dtype: torch.dtype, own: bool = False) -> bool:
-    """True where ``linear.c`` multiplies: float32, and bfloat16 on processors that do not multiply it themselves, or if asked."""
-    ours = dtype == torch.float32 or (dtype == torch.bfloat16 and (own or not cpu_multiplies_bfloat16()))
+    """True where ``linear.c`` multiplies: float32, and bfloat16 on processors without AMX, or if asked.
+
+    AVX512-BF16 alone does not make oneDNN the faster one: docs/results.md, "bfloat16 without AMX".
+    """
+    ours = dtype == torch.float32 or (dtype == torch.bfloat16 and (own or not cpu_has_amx()))
     return ours and library() is not None
 
 
 def cpu_multiplies_bfloat16() -> bool:
     """AMX or AVX512-BF16: without them bfloat16 is emulated, slower than float32."""
-    tests = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return any(test is not None and test() for test in tests)
+    return cpu_has_amx() or _cpu_is("_is_avx512_bf16_supported")
+
+
+def cpu_has_amx() -> bool:
+    """Whether matrices are multiplied tile by tile: 16 rows then cost what one costs."""
+    return _cpu_is("_is_amx_tile_supported")
+
+
+def _cpu_is(name: str) -> bool:
+    test = getattr(torch.cpu, name, None)
+    return test is not None and bool(test())
 
 
 def can_pack(dtype: torch.dtype, device: torch.device, own: bool = False) -> bool:
