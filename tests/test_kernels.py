@@ -136,7 +136,7 @@ def test_layers_run_as_one_call_where_that_is_the_same(family):
 
 @compiled
 def test_bfloat16_weights_and_float32_arithmetic(monkeypatch):
-    """On a processor without bfloat16 arithmetic: what the rounded weights say in float32, to rounding; verification to the bit."""
+    """On a processor without AMX: what the rounded weights say in float32, to rounding; verification to the bit."""
     monkeypatch.setattr(packing, "cpu_has_amx", lambda: False)
     target = tiny.target(dtype=torch.bfloat16)
     exact = tiny.model(dtype=torch.bfloat16).float()
@@ -154,7 +154,7 @@ def test_bfloat16_weights_and_float32_arithmetic(monkeypatch):
 
 @compiled
 def test_exact_is_identical_in_bfloat16(trained, monkeypatch):
-    """Also where the processor multiplies bfloat16 itself; chains, trees, batches, sampled or not. Refused where it cannot be."""
+    """Also where oneDNN would multiply bfloat16; chains, trees, batches, sampled or not. Refused where it cannot be."""
     monkeypatch.setattr(packing, "cpu_has_amx", lambda: True)
     target = Target(tiny.model(dtype=torch.bfloat16), exact=True)
     prompts = [tiny.prompt(length, seed) for seed, length in enumerate((6, 1, 11))]

@@ -3,7 +3,7 @@
 A plain ``nn.Linear`` over a handful of rows runs at a fraction of the memory bandwidth: the matrix is traversed in a
 layout made for other shapes, or reordered in every call. Packed once, products of a handful of rows cost little more than
 those of one: the property that speculative decoding lives on. Weights are packed for our own kernel (``linear.c``) where a
-compiler is at hand, but for oneDNN's in bfloat16 on processors that multiply it themselves. Layers that read the same tensor
+compiler is at hand, but for oneDNN's in bfloat16 on processors with AMX. Layers that read the same tensor
 (query, key and value; gate and up) are packed as one matrix. ``docs/architecture.md`` has the measured figures.
 """
 
@@ -75,7 +75,7 @@ class PackedLinear(nn.Linear):
 def has_own_kernel(dtype: torch.dtype, own: bool = False) -> bool:
     """True where ``linear.c`` multiplies: float32, and bfloat16 on processors without AMX, or if asked.
 
-    AVX512-BF16 alone does not make oneDNN the faster one: docs/results.md, "bfloat16 without AMX".
+    With AVX512-BF16 alone a pass through oneDNN was the slower one where it was measured: docs/results.md, "bfloat16 without AMX".
     """
     ours = dtype == torch.float32 or (dtype == torch.bfloat16 and (own or not cpu_has_amx()))
     return ours and library() is not None
@@ -97,7 +97,7 @@ def _cpu_is(name: str) -> bool:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device, own: bool = False) -> bool:
-    """True where there is a kernel for this dtype: oneDNN's, or for float32 our own."""
+    """True where there is a kernel for this dtype, our own or oneDNN's."""
     if device.type == "cpu" and has_own_kernel(dtype, own):
         return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available() or not hasattr(torch.ops, "mkldnn"):
