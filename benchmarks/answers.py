@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.decode import Decoder
+from blockdraft.decoding.decode import Decoder
 from blockdraft.load import load_target
 from blockdraft.prompts import encode
-from blockdraft.sampling import SamplingParams
-from blockdraft.training.answering import Answering, Question, Tally
-from blockdraft.training.corpus import Corpus, identity
-from blockdraft.training.questions import given_questions
+from blockdraft.rules.sampling import SamplingParams
+from blockdraft.training.data.answering import Answering, Question, Tally
+from blockdraft.training.data.corpus import Corpus, identity
+from blockdraft.training.data.questions import given_questions
 
 
 def main() -> None:

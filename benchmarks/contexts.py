@@ -16,10 +16,10 @@ import typing
 from pathlib import Path
 
 from blockdraft import load_drafter, load_target
-from blockdraft.decode import decode
+from blockdraft.decoding.decode import decode
+from blockdraft.decoding.request import Request
 from blockdraft.generation import with_tree
-from blockdraft.request import Request
-from blockdraft.sampling import SamplingParams
+from blockdraft.rules.sampling import SamplingParams
 
 MODULES = (typing, tarfile, inspect)
 

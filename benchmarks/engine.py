@@ -18,13 +18,13 @@ import time
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from blockdraft.decode import decode
+from blockdraft.decoding.decode import decode
+from blockdraft.decoding.request import Request
 from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
 from blockdraft.formats.zlab import default_taps
-from blockdraft.proposal import Proposal
-from blockdraft.request import Request
-from blockdraft.sampling import SamplingParams
-from blockdraft.target import Target
+from blockdraft.rules.proposal import Proposal
+from blockdraft.rules.sampling import SamplingParams
+from blockdraft.targets.target import Target
 from blockdraft.verification import own_reference
 
 QWEN3_8B = {

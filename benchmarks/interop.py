@@ -22,8 +22,8 @@ import torch
 from gguf import GGUFReader, dequantize
 
 import llama_cpp
-from blockdraft.convert import convert
 from blockdraft.formats import eagle3, gguf
+from blockdraft.formats.convert import convert
 from blockdraft.load import load_target
 from blockdraft.prompts import encode
 from blockdraft.store import obtain, store_folder

@@ -11,7 +11,7 @@ import time
 import torch
 from torch import nn
 
-from blockdraft.packing import pack_linears
+from blockdraft.engine.packing import pack_linears
 
 LAYERS, HIDDEN, KV, INNER, ROWS = 30, 576, 192, 1536, 49152
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from blockdraft import SamplingParams, load_drafter, load_target
 from blockdraft.bench.tasks import read_tasks
-from blockdraft.decode import decode
+from blockdraft.decoding.decode import decode
+from blockdraft.decoding.request import Request
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3Drafter
 from blockdraft.generation import with_tree
 from blockdraft.prompts import encode
-from blockdraft.request import Request
 
 
 class Stopwatch:

@@ -18,7 +18,7 @@ from pathlib import Path
 def ours(method, options):
     from blockdraft import load_drafter, load_target
     from blockdraft.bench.methods import make_method
-    from blockdraft.sampling import SamplingParams
+    from blockdraft.rules.sampling import SamplingParams
 
     target = load_target(options["name"], options["dtype"])
     drafters = [] if method in ("ar", "hf") else [load_drafter(options["drafter"], target)]

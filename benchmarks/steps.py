@@ -13,9 +13,9 @@ import time
 import torch
 
 from blockdraft import load_drafter, load_target
-from blockdraft.accept import follow
 from blockdraft.drafters.tree import grow
-from blockdraft.proposal import Proposal
+from blockdraft.rules.accept import follow
+from blockdraft.rules.proposal import Proposal
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = 15

@@ -11,7 +11,7 @@ import torch
 
 from tests import tiny
 from tests.doubles import random_drafter
-from tests.training import train_tiny
+from tests.recipes import train_tiny
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
-from blockdraft.decode import decode
+from blockdraft.decoding.decode import decode
+from blockdraft.decoding.request import Request
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
-from blockdraft.proposal import Proposal
-from blockdraft.request import Request
-from blockdraft.sampling import SamplingParams
-from blockdraft.target import Target
+from blockdraft.rules.proposal import Proposal
+from blockdraft.rules.sampling import SamplingParams
+from blockdraft.targets.target import Target
 
 COUNT = 24  # tokens of an answer
 

@@ -11,7 +11,7 @@ from blockdraft import store
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.load import load_drafter, load_target, resolve_device, resolve_dtype
 from tests import tiny
-from tests.test_parity import save_pair
+from tests.drafters.test_parity import save_pair
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 
 VOCABULARY = 67  # odd, and smaller than every position table
 COMMON: dict[str, Any] = {

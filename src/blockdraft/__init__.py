@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from blockdraft.formats.transformers import AssistantDrafter
     from blockdraft.generation import Completion, generate, stream
     from blockdraft.load import load_drafter, load_target
-    from blockdraft.sampling import SamplingParams
-    from blockdraft.target import Target
+    from blockdraft.rules.sampling import SamplingParams
+    from blockdraft.targets.target import Target
 
 _HOMES = {
     "AssistantDrafter": "formats.transformers",
@@ -28,8 +28,8 @@ _HOMES = {
     "stream": "generation",
     "load_drafter": "load",
     "load_target": "load",
-    "SamplingParams": "sampling",
-    "Target": "target",
+    "SamplingParams": "rules.sampling",
+    "Target": "targets.target",
 }
 __all__ = sorted(_HOMES)
 

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from weakref import WeakKeyDictionary
 
-from blockdraft.budget import MOST, Budget
-from blockdraft.decode import decode
+from blockdraft.decoding.decode import decode
+from blockdraft.decoding.probe import costs_of
+from blockdraft.decoding.request import Request
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.eagle3 import DEPTH, Eagle3Drafter
 from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.errors import UsageError
-from blockdraft.probe import costs_of
 from blockdraft.prompts import Prompt, encode
-from blockdraft.request import Request
-from blockdraft.sampling import SamplingParams
-from blockdraft.target import Target
+from blockdraft.rules.budget import MOST, Budget
+from blockdraft.rules.sampling import SamplingParams
+from blockdraft.targets.target import Target
 
 TREE_UNDER_REJECTION = "a tree's candidates are chosen, not drawn: the rejection rule needs tree off (or acceptance match)"
 MOST_CANDIDATES = 1024  # of a fixed tree, as in DDTree's experiments

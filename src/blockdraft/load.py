@@ -19,12 +19,12 @@ from blockdraft.drafters.dflash import DFlash, DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
 from blockdraft.drafters.model import ModelDrafter, refuse_other_tokenizer
 from blockdraft.drafters.shortlist import Shortlist, read_shortlist
+from blockdraft.engine.packing import cpu_multiplies_bfloat16, pack_linears
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.formats import assistant, eagle3, gguf, speculators, torchspec, zlab
 from blockdraft.formats.folder import read_config
-from blockdraft.packing import cpu_multiplies_bfloat16, pack_linears
 from blockdraft.store import SHORT_NAMES, obtain, sha256_of, stored_identity, weights_digest
-from blockdraft.target import Target, refuse_unsupported
+from blockdraft.targets.target import Target, refuse_unsupported
 
 DEFAULT_TARGET = "smollm2-135m"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from blockdraft.errors import UsageError
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")  # written for this project, always installed
 Message = dict[str, str]

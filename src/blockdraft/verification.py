@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from blockdraft.decode import decode
+from blockdraft.decoding.decode import decode
+from blockdraft.decoding.request import Request
 from blockdraft.drafters.base import Drafter
-from blockdraft.proposal import Proposal
-from blockdraft.request import Request
-from blockdraft.sampling import Sampler, SamplingParams
-from blockdraft.target import Target
+from blockdraft.rules.proposal import Proposal
+from blockdraft.rules.sampling import Sampler, SamplingParams
+from blockdraft.targets.target import Target
 
 LIKELY = 16  # rounding noise is measured on this many of the best logits of each position
 TIE = 1e-4  # two choices whose scores are closer than this in fp32 may fall either way

@@ -5,20 +5,20 @@ import dataclasses
 import pytest
 import torch
 
-from blockdraft.budget import Budget
-from blockdraft.decode import decode
+from blockdraft.decoding.decode import decode
+from blockdraft.decoding.request import Request
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.load import load_drafter, load_target
-from blockdraft.proposal import Proposal
-from blockdraft.request import Request
-from blockdraft.sampling import SamplingParams
-from blockdraft.target import Target
+from blockdraft.rules.budget import Budget
+from blockdraft.rules.proposal import Proposal
+from blockdraft.rules.sampling import SamplingParams
+from blockdraft.targets.target import Target
 from blockdraft.training.blocks import Blocks
 from blockdraft.training.trainer import Trainer
 from tests import tiny
 from tests.doubles import random_drafter
-from tests.training import make_corpus, recipe
+from tests.recipes import make_corpus, recipe
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mistral", "gpt_oss"])

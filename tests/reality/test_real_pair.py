@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.decode import decode
+from blockdraft.decoding.decode import decode
+from blockdraft.decoding.request import Request
 from blockdraft.generation import completion
-from blockdraft.request import Request
-from blockdraft.sampling import SamplingParams
+from blockdraft.rules.sampling import SamplingParams
 from blockdraft.verification import TIE, first_difference, gaps_to_best, teacher_forced, verify_pair
 from tests.reality.conftest import FULL
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from blockdraft.decode import Round, decode
+from blockdraft.decoding.decode import Round, decode
+from blockdraft.decoding.request import Request
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3Drafter
@@ -27,9 +28,8 @@ from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.formats.transformers import AssistantDrafter
 from blockdraft.generation import with_tree
 from blockdraft.load import LoadedDrafter, load_model
-from blockdraft.request import Request
-from blockdraft.sampling import SamplingParams
-from blockdraft.target import Target
+from blockdraft.rules.sampling import SamplingParams
+from blockdraft.targets.target import Target
 
 NAMES = (
     *("ar", "dflash", "dflash:S", "dflash-tree", "dflash-tree:N", "dflash-tree:no-copies", "lookup"),

@@ -18,8 +18,8 @@ import torch
 from blockdraft.bench.methods import Answer, Method
 from blockdraft.bench.tasks import Conversation, Task
 from blockdraft.prompts import encode
-from blockdraft.sampling import SamplingParams
-from blockdraft.target import Target
+from blockdraft.rules.sampling import SamplingParams
+from blockdraft.targets.target import Target
 
 RESAMPLES = 2000
 PACKAGES = ("blockdraft", "torch", "transformers", "numpy")

@@ -12,7 +12,7 @@ from blockdraft.errors import UsageError
 if TYPE_CHECKING:
     from blockdraft.bench.tasks import Task
     from blockdraft.load import LoadedDrafter
-    from blockdraft.target import Target
+    from blockdraft.targets.target import Target
 
 TASKS = "gsm8k,math500,humaneval,mbpp,mt-bench,self-instruct"
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     target = options.load_target(args)
     from blockdraft.bench import runner
     from blockdraft.progress import Progress
-    from blockdraft.sampling import SamplingParams
+    from blockdraft.rules.sampling import SamplingParams
 
     drafters = _drafters(args.drafter, names, target)
     methods = [make_method(name, target, [drafter for drafter, _ in drafters], args.target) for name in names]

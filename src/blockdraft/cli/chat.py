@@ -8,8 +8,8 @@ from blockdraft.cli import options
 from blockdraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from blockdraft.decode import Decoder
-    from blockdraft.request import Request
+    from blockdraft.decoding.decode import Decoder
+    from blockdraft.decoding.request import Request
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 
@@ -27,10 +27,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(args: argparse.Namespace) -> int:
     sampling = options.sampling(args)
     target, drafter = options.load(args)
-    from blockdraft.decode import Decoder
+    from blockdraft.decoding.decode import Decoder
+    from blockdraft.decoding.request import Request
     from blockdraft.generation import completion
     from blockdraft.prompts import encode
-    from blockdraft.request import Request
 
     capacity = min(target.context, args.max_context or 8192)
     decoder = Decoder(target, drafter, 1, capacity, args.block_size)

@@ -24,7 +24,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    from blockdraft.convert import check, convert
+    from blockdraft.formats.convert import check, convert
 
     check(args.source, args.destination, args.to, args.target, args.ignore, args.force)  # before a target is loaded
     target = options.load_target(args, "float32")

@@ -12,11 +12,11 @@ from blockdraft.cli import options
 from blockdraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from blockdraft.sampling import SamplingParams
-    from blockdraft.target import Target
-    from blockdraft.training.answering import Tally
-    from blockdraft.training.corpus import Corpus
-    from blockdraft.training.questions import Given
+    from blockdraft.rules.sampling import SamplingParams
+    from blockdraft.targets.target import Target
+    from blockdraft.training.data.answering import Tally
+    from blockdraft.training.data.corpus import Corpus
+    from blockdraft.training.data.questions import Given
 
 KINDS = "mathematics,code,conversation,instruction"
 LEAST_CONTEXT = 64
@@ -65,8 +65,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    from blockdraft.sampling import SamplingParams
-    from blockdraft.training.questions import given_questions
+    from blockdraft.rules.sampling import SamplingParams
+    from blockdraft.training.data.questions import given_questions
 
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed if args.temperature > 0 else None
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     given = given_questions(args.prompts, args.per_source, args.seed)
     target = options.load_target(args)
     check_with(args, target)
-    from blockdraft.training.corpus import Corpus, identity
+    from blockdraft.training.data.corpus import Corpus, identity
 
     thinking = _thinking(args)
     who = identity(
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         corpus.seal()
     if args.export and status == 0:
-        from blockdraft.training.exchange import export_answers
+        from blockdraft.training.data.exchange import export_answers
 
         count = export_answers(corpus, target, args.export)
         print(f"blockdraft: {count} answers in {args.export}, {args.export.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse options that cannot take effect, before anything is loaded."""
-    from blockdraft.training.synthesis import OPENINGS
+    from blockdraft.training.data.synthesis import OPENINGS
 
     unknown = [kind for kind in (args.kinds or KINDS).split(",") if kind not in OPENINGS]
     if unknown:
@@ -143,7 +143,7 @@ def _flag(name: str) -> str:
 def check_with(args: argparse.Namespace, target: "Target") -> None:
     """Refuse what the target cannot do, before the corpus folder is touched."""
     from blockdraft.prompts import encode
-    from blockdraft.training.synthesis import user_frame
+    from blockdraft.training.data.synthesis import user_frame
 
     if args.context > target.context:
         raise UsageError(f"--context is {args.context}, but {target.name} reads {target.context} tokens; lower it")
@@ -179,8 +179,8 @@ def fill(
 ) -> None:
     """Take in what is there, answer the given prompts, then write messages and answer those."""
     from blockdraft.progress import Progress
-    from blockdraft.training.answering import Answering, Question, Tally
-    from blockdraft.training.questions import encoded
+    from blockdraft.training.data.answering import Answering, Question, Tally
+    from blockdraft.training.data.questions import encoded
 
     take_in(args, target, corpus, given)
     tally = Tally()
@@ -204,8 +204,8 @@ def fill(
 
 def take_in(args: argparse.Namespace, target: "Target", corpus: "Corpus", given: "list[Given]") -> None:
     """Rows that need no generation: answers made elsewhere, and text."""
-    from blockdraft.training.exchange import read_answers
-    from blockdraft.training.texts import text_rows
+    from blockdraft.training.data.exchange import read_answers
+    from blockdraft.training.data.texts import text_rows
 
     added = missing = 0
     for file in args.answers:
@@ -237,7 +237,7 @@ def ask_server(
     from blockdraft.progress import Progress
 
     try:
-        from blockdraft.training.endpoint import Endpoint
+        from blockdraft.training.data.endpoint import Endpoint
     except ImportError:
         raise UsageError("--endpoint needs httpx; install it with `pip install blockdraft[data]`") from None
     endpoint = Endpoint(args.endpoint, args.endpoint_model, os.environ.get("OPENAI_API_KEY", ""))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from blockdraft.drafters.base import Drafter
     from blockdraft.generation import Completion
-    from blockdraft.target import Target
+    from blockdraft.targets.target import Target
 
 PROMPT = (
     "A baker sells 12 loaves in the morning and twice as many in the afternoon. Each loaf costs 3 dollars. "
@@ -66,7 +66,7 @@ class Side:
     def __init__(self, target: "Target", drafter: "Drafter | None", args: argparse.Namespace):
         from rich.text import Text
 
-        from blockdraft.text import Detokenizer
+        from blockdraft.decoding.text import Detokenizer
 
         self.target, self.drafter, self.args = target, drafter, args
         self.text = Text()
@@ -76,14 +76,14 @@ class Side:
     def warm_up(self, ids: list[int]) -> None:
         """First calls create kernels: keep that out of the comparison."""
         from blockdraft.generation import generate
-        from blockdraft.sampling import SamplingParams
+        from blockdraft.rules.sampling import SamplingParams
 
         generate(self.target, ids, self.drafter, SamplingParams(max_new_tokens=12, ignore_eos=True))
 
     def answer(self, ids: list[int]):  # type: ignore[no-untyped-def]
-        from blockdraft.decode import decode
-        from blockdraft.request import Request
-        from blockdraft.sampling import SamplingParams
+        from blockdraft.decoding.decode import decode
+        from blockdraft.decoding.request import Request
+        from blockdraft.rules.sampling import SamplingParams
 
         params = SamplingParams(max_new_tokens=self.args.max_new_tokens)
         self.request = Request(ids, params, self.target, 0, self.args.max_context)

@@ -10,7 +10,7 @@ from blockdraft.cli import options
 from blockdraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from blockdraft.doctor import Diagnosis, Doubt
+    from blockdraft.doctor.diagnosis import Diagnosis, Doubt
     from blockdraft.drafters.dflash import DFlash
     from blockdraft.formats.zlab import WindowOff
 
@@ -35,10 +35,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    from blockdraft.convert import check_place, read
-    from blockdraft.doctor import diagnose
+    from blockdraft.doctor.diagnosis import diagnose
     from blockdraft.drafters.dflash import DFlash
     from blockdraft.formats import zlab
+    from blockdraft.formats.convert import check_place, read
     from blockdraft.formats.dialect import recognise
     from blockdraft.progress import Progress
     from blockdraft.prompts import OWN_PROMPTS, read_prompts
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def in_doubt(folder: Path, error: "WindowOff") -> "tuple[DFlash, Doubt]":
     """A drafter that may slide or not, read as if it did not, and its other meanings."""
-    from blockdraft.doctor import WINDOWS, Doubt
+    from blockdraft.doctor.diagnosis import WINDOWS, Doubt
     from blockdraft.formats import zlab
 
     meant = zlab.read_config(folder, window=error.size) if error.size else None
@@ -85,7 +85,7 @@ def in_doubt(folder: Path, error: "WindowOff") -> "tuple[DFlash, Doubt]":
 
 
 def fix(found: "Diagnosis", network: "object", args: argparse.Namespace) -> None:
-    from blockdraft.convert import write_mended
+    from blockdraft.formats.convert import write_mended
 
     if found.mended is None:
         print("blockdraft: there is nothing that a mended file could say better; none was written", file=sys.stderr)
@@ -95,7 +95,7 @@ def fix(found: "Diagnosis", network: "object", args: argparse.Namespace) -> None
 
 
 def report(found: "Diagnosis") -> None:
-    from blockdraft.doctor import FEW
+    from blockdraft.doctor.diagnosis import FEW
 
     words = {"healthy": "HEALTHY: no other reading of it fits better", "fault": "FAULT", "undecided": "UNDECIDED"}
     print(words[found.verdict])

@@ -9,10 +9,10 @@ from blockdraft.cli import options
 from blockdraft.errors import UsageError
 
 if TYPE_CHECKING:
+    from blockdraft.decoding.request import Request
     from blockdraft.drafters.base import Drafter
-    from blockdraft.request import Request
-    from blockdraft.sampling import SamplingParams
-    from blockdraft.target import Target
+    from blockdraft.rules.sampling import SamplingParams
+    from blockdraft.targets.target import Target
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
 def _one(args: argparse.Namespace) -> int:
     sampling = options.sampling(args)
     target, drafter = options.load(args)
-    from blockdraft.decode import decode
+    from blockdraft.decoding.decode import decode
+    from blockdraft.decoding.request import Request
     from blockdraft.generation import completion
     from blockdraft.prompts import encode
-    from blockdraft.request import Request
 
     ids = encode(target, args.prompt, args.system, args.raw)
     request = Request(ids, sampling, target, 0, args.max_context)
@@ -91,7 +91,7 @@ def _converse(
     drafter: "Drafter | None",
 ) -> int:
     """Answer turn after turn of all conversations, batched; write each answer as soon as it and those before it are there."""
-    from blockdraft.decode import decode
+    from blockdraft.decoding.decode import decode
     from blockdraft.progress import Progress
 
     history: list[list[dict[str, str]]] = [[] for _ in conversations]
@@ -127,8 +127,8 @@ def _request(
     args: argparse.Namespace, sampling: "SamplingParams", target: "Target", messages: list[dict[str, str]], row: int, turn: int
 ) -> "Request | None":
     """The request of a row's turn; a first turn that cannot be asked stops the run before it begins, a later one only its row."""
+    from blockdraft.decoding.request import Request
     from blockdraft.prompts import encode
-    from blockdraft.request import Request
 
     try:
         return Request(encode(target, messages, args.system), sampling, target, row, args.max_context)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockdraft.drafters.base import Drafter
-    from blockdraft.sampling import SamplingParams
-    from blockdraft.target import Target
+    from blockdraft.rules.sampling import SamplingParams
+    from blockdraft.targets.target import Target
 
 
 BEST_DTYPE = "default: bfloat16 where the hardware has it"
@@ -79,7 +79,7 @@ def positive(text: str) -> int:
 
 
 def sampling(args: argparse.Namespace) -> "SamplingParams":
-    from blockdraft.sampling import SamplingParams
+    from blockdraft.rules.sampling import SamplingParams
 
     if args.seed is not None and args.temperature == 0:
         print("blockdraft: note: --seed has no effect at temperature 0, which is greedy", file=sys.stderr)
@@ -102,8 +102,8 @@ def load_target(args: argparse.Namespace, dtype: str | None = None) -> "Target":
     import torch
 
     import blockdraft.load
+    from blockdraft.engine.kernels import library, use_kernels, why_none
     from blockdraft.errors import UsageError
-    from blockdraft.kernels import library, use_kernels, why_none
 
     if args.threads and args.threads > 4 * (os.cpu_count() or 1):
         raise UsageError(f"--threads {args.threads} is far above this machine's {os.cpu_count()} cores; use at most that many")

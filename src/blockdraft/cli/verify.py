@@ -9,7 +9,7 @@ from blockdraft.cli import options
 from blockdraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from blockdraft.target import Target
+    from blockdraft.targets.target import Target
     from blockdraft.verification import Verdict
 
 OWN = 24  # of our own prompts, four of each kind: half a minute

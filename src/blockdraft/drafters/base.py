@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blockdraft.proposal import Proposal
+from blockdraft.rules.proposal import Proposal
 
 Draw = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Draws one token per slot: logits ``[rows, slots, vocabulary]`` -> (tokens ``[rows, slots]``, probabilities like the logits)."""

@@ -17,17 +17,17 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from blockdraft.attention import Mask, additive, attend, visibility
-from blockdraft.cache import KVCache, Span
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash2 import CandidateSelector, Convolution
 from blockdraft.drafters.shortlist import Shortlist
+from blockdraft.engine.attention import Mask, additive, attend, visibility
+from blockdraft.engine.cache import KVCache, Span
+from blockdraft.engine.memory import placed
+from blockdraft.engine.plain import PlainLayer, PlainLayers, fits, plain_layer
+from blockdraft.engine.recorded import Recorder
 from blockdraft.errors import UsageError
-from blockdraft.memory import placed
-from blockdraft.plain import PlainLayer, PlainLayers, fits, plain_layer
-from blockdraft.proposal import Proposal
-from blockdraft.recorded import Recorder
-from blockdraft.sampling import best
+from blockdraft.rules.proposal import Proposal
+from blockdraft.rules.sampling import best
 
 MOST_SLOTS = 4096  # of a block
 FARTHEST = 2**31 - 1  # positions

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from blockdraft.attention import Mask, additive, attend, causal, visibility
-from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.dflash import MLP, KeyValues, rotate
 from blockdraft.drafters.shortlist import spread
 from blockdraft.drafters.tree import best_nodes
+from blockdraft.engine.attention import Mask, additive, attend, causal, visibility
+from blockdraft.engine.cache import KVCache
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Proposal
-from blockdraft.sampling import best
+from blockdraft.rules.proposal import Proposal
+from blockdraft.rules.sampling import best
 
 BLOCK_SIZE = 8  # the anchor and seven drafted tokens, as in the training-time test
 DEPTH, TOP_K = 8, 10  # levels of a tree, and how many of each are gone on with (SafeAILab: depth 7 behind the first, top-k 10)

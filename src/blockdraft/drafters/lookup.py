@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters.base import Draw
+from blockdraft.engine.memory import placed
 from blockdraft.errors import UsageError
-from blockdraft.memory import placed
-from blockdraft.proposal import Proposal
+from blockdraft.rules.proposal import Proposal
 
 LONGEST, SHORTEST = 8, 2  # tokens of the match, the anchor included: one token alone repeats by chance
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Draw
+from blockdraft.engine.cache import KVCache
 from blockdraft.errors import UsageError
-from blockdraft.proposal import Proposal
-from blockdraft.sampling import best
-from blockdraft.target import Target
+from blockdraft.rules.proposal import Proposal
+from blockdraft.rules.sampling import best
+from blockdraft.targets.target import Target
 
 BLOCK_SIZE = 5  # the anchor and four drafted tokens
 CHUNK = 64  # observed tokens that are taken in before a draft: more are a prompt

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from blockdraft.engine.packing import pack_linears
 from blockdraft.errors import UsageError
-from blockdraft.packing import pack_linears
 from blockdraft.store import write_whole
 
 FILE = "shortlist.json"

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.budget import Budget, Pending
 from blockdraft.drafters.base import Draw
 from blockdraft.drafters.lookup import History
+from blockdraft.engine.kernels import grow_tree
 from blockdraft.errors import UsageError
-from blockdraft.kernels import grow_tree
-from blockdraft.proposal import Proposal
+from blockdraft.rules.budget import Budget, Pending
+from blockdraft.rules.proposal import Proposal
 
 COPIED = 32  # tokens of the longest copy: it may reach beyond the block
 

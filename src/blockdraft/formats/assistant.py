@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 
 ARCHITECTURE, MODEL_TYPE = "MuseGlimmerAssistantModel", "muse_glimmer_assistant"
 NAMES = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}

@@ -21,7 +21,7 @@ from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
 from blockdraft.formats.tokenizer import tokenizer_fields
 from blockdraft.store import write_whole
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 
 ARCHITECTURES = ("dflash", "dflash-draft")
 LAYER = {

@@ -22,7 +22,7 @@ from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.drafters.eagle3 import BLOCK_SIZE, Eagle3, Eagle3Config, default_taps
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 
 VERSION = "0.9.0"
 COMMON = set(

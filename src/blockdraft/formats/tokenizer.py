@@ -9,7 +9,7 @@ import gguf
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.errors import UsageError
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 
 Fields = Callable[[gguf.GGUFWriter], None]
 # How text is split before merges: llama.cpp knows the usual rules by name. The regular expressions are the tokenizers' own.

@@ -12,7 +12,7 @@ from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
 from blockdraft.formats import zlab
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 
 NAMES = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
 ELSEWHERE = set(

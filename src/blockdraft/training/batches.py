@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.sampling import counter_uniform
-from blockdraft.training.corpus import TEXT
+from blockdraft.rules.sampling import counter_uniform
+from blockdraft.training.data.corpus import TEXT
 
 OPEN_ROWS = 32  # rows that wait for a document that fits, while packing
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.attention import BlockedMask, Mask, additive
 from blockdraft.drafters.dflash import DFlash
+from blockdraft.engine.attention import BlockedMask, Mask, additive
 from blockdraft.training.mask import Concatenation, Visibility
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import UsageError
-from blockdraft.sampling import counter_uniform
-from blockdraft.target import Target
+from blockdraft.rules.sampling import counter_uniform
+from blockdraft.targets.target import Target
 from blockdraft.training.batches import Document
-from blockdraft.training.corpus import TEXT, Corpus, differing, identity
+from blockdraft.training.data.corpus import TEXT, Corpus, differing, identity
 
 # What must be equal between a corpus and the target it trains a drafter for.
 WHO = ("target", "weights_sha256", "config_sha256", "tokenizer_sha256", "template_sha256")

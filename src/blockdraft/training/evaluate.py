@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from blockdraft.decode import decode
+from blockdraft.decoding.decode import decode
+from blockdraft.decoding.request import Request
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.dflash import DFlash, DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
-from blockdraft.request import Request
-from blockdraft.sampling import SamplingParams
-from blockdraft.target import Target
+from blockdraft.rules.sampling import SamplingParams
+from blockdraft.targets.target import Target
 from blockdraft.training.batches import Document
 
 

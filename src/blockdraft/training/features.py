@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.store import lock, write_whole
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 from blockdraft.training.batches import Batch, Document
 
 PASS_TOKENS = {"cpu": 512, "cuda": 32768}  # padded tokens of one target pass: bounds its activations

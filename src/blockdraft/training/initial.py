@@ -14,7 +14,7 @@ from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, default_taps
 from blockdraft.errors import UsageError
 from blockdraft.formats import eagle3, zlab
 from blockdraft.load import check_eagle3, check_pair
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 from blockdraft.training.batches import Document
 from blockdraft.training.config import TrainConfig
 from blockdraft.training.documents import frequent_words

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.sampling import double
+from blockdraft.rules.sampling import double
 
 
 @dataclass

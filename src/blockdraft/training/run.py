@@ -12,7 +12,7 @@ from blockdraft.drafters.dflash import DFlash
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config
 from blockdraft.errors import UsageError
 from blockdraft.load import load_target, resolve_dtype
-from blockdraft.target import Target
+from blockdraft.targets.target import Target
 from blockdraft.training.batches import Batches
 from blockdraft.training.config import TrainConfig
 from blockdraft.training.documents import Documents, frequent_words, read_documents

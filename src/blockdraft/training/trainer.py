@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from blockdraft.drafters.dflash import DFlash
 from blockdraft.drafters.eagle3 import Eagle3
+from blockdraft.engine.memory import available_memory, keep_freed_memory
 from blockdraft.errors import BlockdraftError, UsageError
-from blockdraft.memory import available_memory, keep_freed_memory
 from blockdraft.progress import Progress
 from blockdraft.store import lock, write_whole
 from blockdraft.training.batches import Batch, Batches, Document, seed_of

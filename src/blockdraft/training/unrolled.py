@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.attention import BlockedMask, additive
 from blockdraft.drafters.eagle3 import Eagle3
+from blockdraft.engine.attention import BlockedMask, additive
 
 
 class Unrolled(nn.Module):

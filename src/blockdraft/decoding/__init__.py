@@ -1,0 +1,1 @@
+"""The loop: requests, rounds, text."""

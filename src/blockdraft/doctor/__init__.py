@@ -1,0 +1,1 @@
+"""Why a target and a drafter do not fit."""

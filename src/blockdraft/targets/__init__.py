@@ -1,0 +1,1 @@
+"""Any Hugging Face model as the decoding loop sees it."""

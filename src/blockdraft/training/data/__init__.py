@@ -1,0 +1,1 @@
+"""Where a corpus comes from: prompts, the target's own answers, the folder that keeps them."""
