@@ -83,7 +83,7 @@ def steps_in(seconds: float, recipe: list[str]) -> int:
         for step in range(6):
             if step == 2:
                 began = time.perf_counter()
-            trainer._step()
+            trainer.learner.step(trainer.step)
             trainer.step += 1
         return max(1, round(seconds / (time.perf_counter() - began) * 4))
 

@@ -20,7 +20,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from blockdraft.decoding.decode import decode
 from blockdraft.decoding.request import Request
-from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.network import DFlash, DFlashConfig
 from blockdraft.formats.zlab import default_taps
 from blockdraft.rules.proposal import Proposal
 from blockdraft.rules.sampling import SamplingParams

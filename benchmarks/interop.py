@@ -22,11 +22,12 @@ import torch
 from gguf import GGUFReader, dequantize
 
 import llama_cpp
+from blockdraft.files import store_folder
 from blockdraft.formats import eagle3, gguf
 from blockdraft.formats.convert import convert
 from blockdraft.load import load_target
 from blockdraft.prompts import encode
-from blockdraft.store import obtain, store_folder
+from blockdraft.store import obtain
 from blockdraft.training.batches import Document
 from blockdraft.training.config import TrainConfig
 from blockdraft.training.initial import first_eagle3

@@ -20,9 +20,10 @@ import sys
 import venv
 from pathlib import Path
 
+from blockdraft.files import store_folder
 from blockdraft.load import load_drafter, load_target
 from blockdraft.prompts import encode
-from blockdraft.store import obtain, store_folder
+from blockdraft.store import obtain
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = {

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from blockdraft.training.config import read_config
-from blockdraft.training.evaluate import as_drafter, decode_held_out, spread
+from blockdraft.training.evaluate import as_drafter, decode_held_out, estimate, spread
 from blockdraft.training.trainer import Trainer
 
 
@@ -44,11 +44,11 @@ def measured(path: Path | None, overrides: list[str]) -> dict[str, object]:
         trainer = Trainer(read_config(path, [*overrides, f"out={folder}", "evaluate_every=1000000", "checkpoint_every=1000000"]))
         began = time.perf_counter()
         while trainer.step < trainer.run.steps:
-            sums, _, _ = trainer._step()
+            sums, _, _ = trainer.learner.step(trainer.step)
             trainer.step += 1
         seconds = time.perf_counter() - began
         weights = {name: tensor.detach().float().cpu() for name, tensor in trainer.run.network.state_dict().items()}
-        held_out = trainer._estimate(weights)
+        held_out = estimate(trainer.learner, weights)
         config = trainer.config
         drafter = as_drafter(trainer.run.network, weights, trainer.target)
         documents = spread(trainer.run.documents.held_out, config.evaluate_prompts)

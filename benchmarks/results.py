@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from blockdraft.bench.runner import revision
-from blockdraft.store import weights_digest
+from blockdraft.files import weights_digest
 from memory import measured as measured_memory
 
 HERE = Path(__file__).resolve().parent

@@ -24,15 +24,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out:
         config = read_config(None, [*sys.argv[1:], "features=memory", f"out={out}"])
         trainer = Trainer(config)
-        trainer.features.of(range(0))
+        trainer.learner.features.of(range(0))
         rows = [row for step in range(STEPS + 2) for row in trainer.run.batches.step(step) if row is not None]
-        trainer.features.of([i for row in rows for i in trainer.run.batches.packed[row]])
+        trainer.learner.features.of([i for row in rows for i in trainer.run.batches.packed[row]])
         for _ in range(2):
-            trainer._step()
+            trainer.learner.step(trainer.step)
             trainer.step += 1
         began = time.perf_counter()
         for _ in range(STEPS):
-            trainer._step()
+            trainer.learner.step(trainer.step)
             trainer.step += 1
         seconds = (time.perf_counter() - began) / STEPS
         precision = precision_of(config, trainer.device)

@@ -10,8 +10,9 @@ from transformers import LlamaConfig, Qwen3Config
 from blockdraft.decoding.decode import decode
 from blockdraft.decoding.request import Request
 from blockdraft.drafters.base import Draw
-from blockdraft.drafters.dflash import DFlash, DFlashConfig, DFlashDrafter
+from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
+from blockdraft.drafters.network import DFlash, DFlashConfig
 from blockdraft.rules.proposal import Proposal
 from blockdraft.rules.sampling import SamplingParams
 from blockdraft.targets.target import Target

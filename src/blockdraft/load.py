@@ -2,35 +2,31 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from blockdraft.drafters.dflash import DFlash, DFlashDrafter
-from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.eagle3 import Eagle3Drafter
 from blockdraft.drafters.model import ModelDrafter, refuse_other_tokenizer
+from blockdraft.drafters.pairing import at_work
 from blockdraft.drafters.shortlist import Shortlist, read_shortlist
-from blockdraft.engine.packing import cpu_multiplies_bfloat16, pack_linears
-from blockdraft.errors import BlockdraftError, UsageError
+from blockdraft.engine.packing import cpu_multiplies_bfloat16
+from blockdraft.errors import UsageError
+from blockdraft.files import sha256_of, weights_digest
 from blockdraft.formats import assistant, eagle3, gguf, speculators, torchspec, zlab
 from blockdraft.formats.folder import read_config
-from blockdraft.store import SHORT_NAMES, obtain, sha256_of, stored_identity, weights_digest
-from blockdraft.targets.target import Target, refuse_unsupported
+from blockdraft.store import SHORT_NAMES, obtain, stored_identity
+from blockdraft.targets.checkpoint import explained, load_gguf, load_pretrained
+from blockdraft.targets.target import Target
 
 DEFAULT_TARGET = "smollm2-135m"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PADDING_ROWS = 1024  # vocabularies of one tokenizer differ at most by rows of padding
 LoadedDrafter = DFlashDrafter | Eagle3Drafter | ModelDrafter
-T = TypeVar("T")
 
 
 # ---- devices and dtypes
@@ -116,69 +112,8 @@ def load_model(
             raise UsageError(f"there is no file {text}; give a .gguf file, a model folder or a Hugging Face id")
         model, tokenizer = explained(text, partial(load_gguf, Path(source), kind))
     else:
-        model, tokenizer = explained(text, partial(_load_pretrained, source, kind))
+        model, tokenizer = explained(text, partial(load_pretrained, source, kind))
     return model.to(place), tokenizer, digest  # type: ignore[arg-type]
-
-
-def _load_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
-        raise UsageError(f"{source} is not a model folder: it has no config.json")
-    if not Path(source).exists() and (str(source).count("/") > 1 or str(source).startswith((".", "/", "~"))):
-        raise UsageError(f"there is no folder {source}; give a model folder, a .gguf file or a Hugging Face id")
-    config = AutoConfig.from_pretrained(source)
-    if "DFlashDraftModel" in (getattr(config, "architectures", None) or []):
-        raise UsageError(f"{source} is a drafter, not a target; give it with --drafter")
-    if config.is_encoder_decoder:
-        raise UsageError(f"{source} is an encoder-decoder model; blockdraft decodes decoder-only models")
-    model = _whole(source, AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True))
-    refuse_unsupported(model)
-    return model, AutoTokenizer.from_pretrained(source)
-
-
-def load_gguf(file: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a GGUF file, dequantized."""
-    where: dict[str, Any] = {"gguf_file": file.name}
-    dequantize = GgufConfig(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        file.parent, quantization_config=dequantize, dtype=dtype, output_loading_info=True, **where
-    )
-    model = _whole(file, loaded)
-    return model, AutoTokenizer.from_pretrained(file.parent, **where)
-
-
-def _whole(source: str | Path, loaded: Any) -> PreTrainedModel:
-    """The model of ``(model, loading info)``, if no parameter had to be made up."""
-    model, info = loaded
-    made_up = sorted(map(str, [*info.get("missing_keys", ()), *info.get("mismatched_keys", ())]))
-    if made_up:
-        more = f" and {len(made_up) - 3} more" if len(made_up) > 3 else ""
-        raise BlockdraftError(f"{source} lacks weights of {type(model).__name__}: {', '.join(made_up[:3])}{more}")
-    return model
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def explained(name: str, load: Callable[[], T]) -> T:
-    """Turn whatever transformers raises into one sentence."""
-    try:
-        with _without_bars():
-            return load()
-    except BlockdraftError:
-        raise
-    except SafetensorError as error:
-        raise BlockdraftError(f"the weights of {name} are damaged: {error}; fetch them again") from error
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise BlockdraftError(f"cannot load target {name}: {reason[:300]}") from error
 
 
 # ---- drafters
@@ -266,23 +201,6 @@ def _own_words(found: speculators.Read, target: Target) -> Shortlist | None:
     return Shortlist(found.words.to(target.device), found.head.to(target.device, target.dtype), None, target.vocab_size)
 
 
-def at_work(network: DFlash | Eagle3, name: str, target: Target, words: Shortlist | None = None) -> DFlashDrafter | Eagle3Drafter:
-    """A network as a drafter, checked against the target, in its dtype and on its device (where it stays).
-
-    Args:
-        words: a DFlash's shortlist.
-
-    Raises:
-        UsageError: they do not fit.
-    """
-    check_eagle3(network, target, name) if isinstance(network, Eagle3) else check_pair(network, target, name)
-    network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
-    packed = pack_linears(network.linears(), target.dtype, target.device)
-    if isinstance(network, Eagle3):
-        return Eagle3Drafter(network, target.embed, target.vocab_size, name, packed)
-    return DFlashDrafter(network, target.embed, target.head, name, packed, words)
-
-
 def shipped_drafter(target: Target) -> Path:
     """The folder of the drafter that ships for this target, recognised by the digest of the target's weights.
 
@@ -310,62 +228,3 @@ def digest_of(target: Target) -> str | None:
         elif place.is_file():
             target.digest = sha256_of(place)
     return target.digest
-
-
-def check_eagle3(network: Eagle3, target: Target, name: str) -> None:
-    """Refuse an EAGLE-3 drafter that does not fit the target.
-
-    Raises:
-        UsageError: names the quantity and both sides.
-    """
-    config, layers, rows = network.config, len(target.layers), target.embedding.num_embeddings
-    width, taps = config.backbone.hidden_size, list(config.taps)
-    checks = (
-        (target.tappable, "features of one hidden state per token", "layers or an embedding of another shape"),
-        (width == target.hidden_size, f"hidden size {width}", f"{target.hidden_size}"),
-        (taps == sorted(set(taps)) and taps[0] >= 0 and taps[-1] < layers, f"tapped layers {taps}", f"layers 0 to {layers - 1}"),
-        (
-            abs(config.vocabulary - rows) <= PADDING_ROWS and int(network.words().max()) < target.vocab_size,
-            f"a vocabulary of {config.vocabulary}, words up to {int(network.words().max())}",
-            f"{rows} embedding rows, {target.vocab_size} head rows",
-        ),
-    )
-    _refuse_misfit(checks, name, target)
-
-
-def _refuse_misfit(checks: Sequence[tuple[bool, str, str]], name: str, target: Target) -> None:
-    for fits, drafter_side, target_side in checks:
-        if not fits:
-            raise UsageError(f"drafter {name} does not fit target {target.name}: it has {drafter_side}, the target {target_side}")
-
-
-def check_pair(network: DFlash, target: Target, name: str) -> None:
-    """Refuse a drafter that does not fit the target.
-
-    Raises:
-        UsageError: names the quantity and both sides.
-    """
-    config, layers = network.config, len(target.layers)
-    width, vocabulary = config.backbone.hidden_size, config.backbone.vocab_size
-    taps, mask = list(config.taps), config.mask_token_id
-    rows = target.embedding.num_embeddings
-    real = len(target.tokenizer) if target.tokenizer is not None else min(rows, vocabulary)
-    checks = (
-        (target.tappable, "features of one hidden state per token", "layers or an embedding of another shape"),
-        (width == target.hidden_size, f"hidden size {width}", f"{target.hidden_size}"),
-        (config.target_layers == layers, f"a target of {config.target_layers} layers", f"{layers} layers"),
-        (taps == sorted(set(taps)) and taps[0] >= 0, f"tapped layers {taps} that do not increase", f"{layers} layers"),
-        (taps[-1] < layers - 1, f"tapped layers {taps}", f"layers 0 to {layers - 2} that can be tapped (the last one cannot)"),
-        (
-            abs(vocabulary - rows) <= PADDING_ROWS and min(vocabulary, rows, target.vocab_size) >= real,
-            f"a vocabulary of {vocabulary}",
-            f"{rows} embedding rows, {target.vocab_size} head rows, {real} tokens",
-        ),
-        (0 <= mask < rows, f"mask token id {mask}", f"embedding rows 0 to {rows - 1}"),
-    )
-    _refuse_misfit(checks, name, target)
-    special = set(target.end_tokens)
-    if target.tokenizer is not None:
-        special |= {target.tokenizer.pad_token_id, target.tokenizer.eos_token_id}
-    if mask in special:
-        warnings.warn(f"drafter {name} uses the pad or end token {mask} as its mask token: expect low acceptance")

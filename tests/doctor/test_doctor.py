@@ -9,8 +9,12 @@ from torch.nn.functional import pad
 
 from blockdraft.cli.main import main
 from blockdraft.doctor import diagnosis as doctor
-from blockdraft.doctor.diagnosis import Diagnosis, Score, _compared, _judge_modes, _with_rope, diagnose, readings
-from blockdraft.drafters.dflash import DFlash
+from blockdraft.doctor import readings as readings_of
+from blockdraft.doctor import scoring
+from blockdraft.doctor.diagnosis import Diagnosis, _judge_modes, diagnose
+from blockdraft.doctor.readings import _with_rope, readings
+from blockdraft.doctor.scoring import Score, _compared
+from blockdraft.drafters.network import DFlash
 from blockdraft.errors import UsageError
 from blockdraft.formats import zlab
 from blockdraft.load import load_target
@@ -115,7 +119,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_copy_is_told_by_its_fault(fault, healthy, target, monkeypatch):
-    monkeypatch.setattr(doctor, "_masks", lambda config, target: [i for i in (5, 6) if i != config.mask_token_id])
+    monkeypatch.setattr(readings_of, "_masks", lambda config, target: [i for i in (5, 6) if i != config.mask_token_id])
     changes, sentence = FAULTS[fault]
     found = examine(broken(healthy, **changes), target)
     assert found.verdict == "fault"
@@ -136,7 +140,7 @@ def test_a_wrong_rotary_base_is_told(healthy, target):
 
 def test_the_causality_of_blocks_is_told(target, monkeypatch):
     """Twelve short answers are few for this fault: less certainty is asked for here."""
-    monkeypatch.setattr(doctor, "SURE", 1.5)
+    monkeypatch.setattr(scoring, "SURE", 1.5)
     causal = learn(target, steps=400, causal=(True, True))
     found = examine(broken(causal, causal=(False, False)), target)
     assert found.faults[0] == "its blocks were trained causal, and are read bidirectional"
@@ -144,7 +148,7 @@ def test_the_causality_of_blocks_is_told(target, monkeypatch):
 
 
 def test_a_window_that_the_file_does_not_say_is_told(target, monkeypatch):
-    monkeypatch.setattr(doctor, "WINDOWS", (2, 8, 1000))
+    monkeypatch.setattr(readings_of, "WINDOWS", (2, 8, 1000))
     trained = learn(target, taps=(1, 2, 3), mask_token_id=5, windows=(2, 2))
     found = examine(broken(trained, windows=(None, None)), target)
     assert found.faults[0].startswith("a sliding window of 2 tokens fits better than the full attention")
@@ -167,8 +171,8 @@ DOUBTS = {
 @pytest.mark.parametrize("case", DOUBTS)
 def test_a_window_that_is_switched_off_is_told_first(case, target, tmp_path, capsys, monkeypatch):
     """``use_sliding_window`` was not saved, and with it went the window: every runtime makes of it what it likes."""
-    monkeypatch.setattr(doctor, "WINDOWS", (2, 8, 1000))
-    monkeypatch.setattr(doctor, "_masks", lambda config, target: [i for i in (5, 6) if i != config.mask_token_id])
+    monkeypatch.setattr(readings_of, "WINDOWS", (2, 8, 1000))
+    monkeypatch.setattr(readings_of, "_masks", lambda config, target: [i for i in (5, 6) if i != config.mask_token_id])
     trained, said, wrong, verdict, right = DOUBTS[case]
     network = learn(target, steps=200, taps=(1, 2, 3), mask_token_id=5, windows=trained)
     zlab.write(broken(network, windows=(2, 2), **wrong), tmp_path, torch.float32)
@@ -283,7 +287,7 @@ def test_few_conversations_decide_nothing(healthy, target):
             pass
         assert found.verdict == verdict
         assert (found.mended is None) == (count == 1)
-    assert doctor._quantile(11) > doctor._quantile(100) > 3.3
+    assert scoring._quantile(11) > scoring._quantile(100) > 3.3
 
 
 def test_odd_targets_and_files(healthy, target, tmp_path, monkeypatch):

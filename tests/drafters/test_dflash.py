@@ -296,14 +296,14 @@ def test_features_that_wait_follow_their_rows(llama):
         drafter.observe(row, ids[row : row + 1, :12], features[row : row + 1, :12], [12])
     drafter.observe(0, ids[:, 12:16], features[:, 12:16], [4, 2, 3])  # waits
     drafter.observe(0, ids[:, 16:18], features[:, 16:18], [1, 1, 2])  # waits too
-    assert any(drafter._waiting)
+    assert any(drafter.context._waiting)
     drafter.move(2, 0)  # the first row is finished, the last one takes its place
     drafter.truncate(1, 13)
     ours = drafter.propose(ids[[2, 1], 19], [8, 8], None).tokens
     plain.reset(2, 60)
     kept = torch.cat([features[2:, :12], features[2:, 12:15], features[2:, 16:18]], dim=1)
-    plain._inject(0, kept, [17])
-    plain._inject(1, features[1:2, :13], [13])
+    plain.context._inject(0, kept, [17])
+    plain.context._inject(1, features[1:2, :13], [13])
     assert torch.equal(ours, plain.propose(ids[[2, 1], 19], [8, 8], None).tokens)
 
 

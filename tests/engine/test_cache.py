@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockdraft.drafters.dflash import visible_rule
+from blockdraft.drafters.injection import visible_rule
 from blockdraft.engine.attention import additive, attend, visibility
 from blockdraft.engine.cache import KVCache
 from blockdraft.rules.proposal import Proposal

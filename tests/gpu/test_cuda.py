@@ -88,7 +88,7 @@ def test_flex_attention_trains_what_the_others_train(window, place, tmp_path):
     found = {}
     for name in ("sdpa", "flex", "blocked"):
         blocks = Blocks(trainer.run.network, name)
-        loss, _ = trainer.loss(blocks, batch, trainer.features, 0)
+        loss, _ = trainer.learner.loss(blocks, batch, trainer.learner.features, 0)
         found[name] = (loss.detach(), *torch.autograd.grad(loss, list(blocks.parameters())))
     for name in ("flex", "blocked"):
         for ours, theirs in zip(found[name], found["sdpa"], strict=True):

@@ -16,12 +16,12 @@ from accelerate import tracking
 from safetensors.torch import load_file
 
 from blockdraft.cli.main import main
-from blockdraft.drafters import dflash
+from blockdraft.drafters import injection
 from blockdraft.engine.attention import BlockedMask
 from blockdraft.errors import BlockdraftError, UsageError
 from blockdraft.load import load_drafter, load_target
+from blockdraft.training import augment, learner, unrolled
 from blockdraft.training import trainer as module
-from blockdraft.training import unrolled
 from blockdraft.training.batches import Batch
 from blockdraft.training.blocks import Blocks
 from blockdraft.training.data.corpus import identity
@@ -49,7 +49,7 @@ def steps(trainer, count):
     """``count`` steps; their losses per weight."""
     losses = []
     for _ in range(count):
-        losses.append(trainer._step()[0].figures()["loss"])
+        losses.append(trainer.learner.step(trainer.step)[0].figures()["loss"])
         trainer.step += 1
     return losses
 
@@ -78,13 +78,13 @@ def shifted_labels(monkeypatch):
 
 
 def shifted_features(monkeypatch):
-    right = module.Features.rows
+    right = learner.Features.rows
 
     def rows(self, batch):
         features, last = right(self, batch)
         return features.roll(1, 1), last
 
-    monkeypatch.setattr(module.Features, "rows", rows)
+    monkeypatch.setattr(learner.Features, "rows", rows)
 
 
 def causal_mask(monkeypatch):
@@ -162,28 +162,28 @@ def test_the_teacher_stands_one_before_its_label(place, tmp_path):
     trainer = make(place, tmp_path / "run", kl_weight=1.0)
     batch = trainer.run.batches.batch(trainer.run.batches.step(0), 0)
     labels, valid = batch.labels(8)
-    teacher = module._behind(trainer.features.rows(batch)[1], batch, 8)
-    assert torch.equal(module.choices(trainer.run.words, teacher)[valid], labels[valid])
+    teacher = learner.behind(trainer.learner.features.rows(batch)[1], batch, 8)
+    assert torch.equal(learner.choices(trainer.run.words, teacher)[valid], labels[valid])
 
 
 def test_revealed_slots_are_shown_and_carry_no_loss(place, tmp_path, monkeypatch):
     """Some blocks show some of their own tokens; what is shown is not learnt, and everything is a function of seed and row."""
     trainer = make(place, tmp_path / "run", revealed=0.5, anchors=20)
     batch = trainer.run.batches.batch(trainer.run.batches.step(0), 0)
-    shown = module.revealed(batch, 8, 0.5, 0)
-    assert torch.equal(shown, module.revealed(batch, 8, 0.5, 0))
+    shown = augment.revealed(batch, 8, 0.5, 0)
+    assert torch.equal(shown, augment.revealed(batch, 8, 0.5, 0))
     share = shown.any(-1).float().mean()
     assert 0.25 < float(share) < 0.6
-    assert not bool(module.revealed(batch, 8, 0.0, 0).any())
+    assert not bool(augment.revealed(batch, 8, 0.0, 0).any())
     seen = {}
-    right = module.block_embeddings
+    right = learner.block_embeddings
 
     def embeddings(network, embed, ids, anchors, block_size, shown=None):
         seen["ids"] = right(network, lambda tokens: tokens[..., None].float(), ids, anchors, block_size, shown)[..., 0].long()
         return right(network, embed, ids, anchors, block_size, shown)
 
-    monkeypatch.setattr(module, "block_embeddings", embeddings)
-    _, sums = trainer.loss(trainer.blocks.train(), batch, trainer.features, 0)
+    monkeypatch.setattr(learner, "block_embeddings", embeddings)
+    _, sums = trainer.learner.loss(trainer.learner.blocks.train(), batch, trainer.learner.features, 0)
     labels, valid = batch.labels(8)
     tokens = seen["ids"].view(*labels.shape[:2], 8)[..., 1:]
     shown &= valid
@@ -265,10 +265,10 @@ def test_splits_and_kept_features_change_nothing(changes, place, tmp_path):
     one, other = make(place, tmp_path / "a", **common), make(place, tmp_path / "b", **{**common, **changes})
     torch.testing.assert_close(steps(one, 12), steps(other, 12), rtol=1e-6, atol=1e-6)
     if changes.get("features") == "disk":
-        other.features.flush()
+        other.learner.features.flush()
         third = make(place, tmp_path / "b", **{**common, **changes})
-        third.features._compute = None  # another process computes nothing
-        for ours, theirs in zip(third.features.of(range(16)), one.features.of(range(16)), strict=True):
+        third.learner.features._compute = None  # another process computes nothing
+        for ours, theirs in zip(third.learner.features.of(range(16)), one.learner.features.of(range(16)), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
@@ -367,8 +367,8 @@ def test_backends_agree(place, tmp_path, monkeypatch):
             blocks = Blocks(trainer.run.network, "sdpa" if name == "eager" else name)
             with monkeypatch.context() as patched:
                 if name == "eager":
-                    patched.setattr(dflash, "attend", by_hand)
-                loss, _ = trainer.loss(blocks, batch, trainer.features, 0)
+                    patched.setattr(injection, "attend", by_hand)
+                loss, _ = trainer.learner.loss(blocks, batch, trainer.learner.features, 0)
                 found[name] = (loss.detach(), *torch.autograd.grad(loss, list(blocks.parameters())))
         for name in ("flex", "blocked", "eager"):
             for ours, theirs in zip(found[name], found["sdpa"], strict=True):
@@ -505,7 +505,7 @@ def test_the_best_drafter_is_there_before_the_end(place, tmp_path):
     trainer = make(place, tmp_path / "run", max_steps=20, evaluate_every=5)
     trainer._enter()
     for _ in range(5):
-        trainer._step()
+        trainer.learner.step(trainer.step)
         trainer.step += 1
     trainer._look_and_keep()
     assert load_drafter(tmp_path / "run" / "drafter", trainer.target).block_size == 8
@@ -643,13 +643,13 @@ def test_a_run_folder_of_another_recipe_or_corpus_is_refused(place, tmp_path):
 
 def test_numbers_that_are_not_finite_stop_the_run(place, tmp_path, monkeypatch):
     trainer = make(place, tmp_path / "run", max_steps=6, checkpoint_every=2)
-    right = trainer.loss
+    right = trainer.learner.loss
 
     def loss(*args):
         total, sums = right(*args)
         return total * (float("nan") if trainer.step == 3 else 1.0), sums
 
-    monkeypatch.setattr(trainer, "loss", loss)
+    monkeypatch.setattr(trainer.learner, "loss", loss)
     with pytest.raises(
         BlockdraftError, match=r"step 3: the loss or its gradient is not .* conversations k\d.*checkpoint is step 2"
     ):
@@ -696,11 +696,11 @@ def test_a_run_folder_has_one_run_at_a_time(place, tmp_path, monkeypatch):
 
 def test_processes_share_the_features_on_disk(place, tmp_path):
     """What each of them computed stays known when both have stored, and a file that was cut is not believed."""
-    one, other = (make(place, tmp_path / "run", features="disk").features for _ in range(2))
+    one, other = (make(place, tmp_path / "run", features="disk").learner.features for _ in range(2))
     ours, theirs = one.of([0, 1]), other.of([2, 3])
     one.flush()
     other.flush()
-    third = make(place, tmp_path / "run", features="disk").features
+    third = make(place, tmp_path / "run", features="disk").learner.features
     third._compute = None
     for found, wanted in zip(third.of([0, 1, 2, 3]), [*ours, *theirs], strict=True):
         assert torch.equal(found, wanted)
@@ -708,12 +708,12 @@ def test_processes_share_the_features_on_disk(place, tmp_path):
     with file.open("r+b") as handle:
         handle.truncate(file.stat().st_size - 1)
     with pytest.raises(UsageError, match=r"features\.bin has \d+ bytes instead of \d+; delete the folder"):
-        make(place, tmp_path / "run", features="disk").features  # noqa: B018
+        make(place, tmp_path / "run", features="disk").learner.features  # noqa: B018
 
 
 def test_a_document_has_the_same_features_in_any_company(place, tmp_path):
     """T1: a pass over documents of unlike lengths is padded on the right, where nothing sees it."""
-    features = make(place, tmp_path / "run").features
+    features = make(place, tmp_path / "run").learner.features
     lengths = [len(document.ids) for document in features.documents]
     indices = [lengths.index(min(lengths)), lengths.index(max(lengths))]
     assert min(lengths) < max(lengths)
@@ -723,7 +723,7 @@ def test_a_document_has_the_same_features_in_any_company(place, tmp_path):
 
 
 def test_kept_features_of_something_else_are_refused(place, tmp_path):
-    make(place, tmp_path / "run", features="disk").features.flush()
+    make(place, tmp_path / "run", features="disk").learner.features.flush()
     with pytest.raises(UsageError, match=r"holds features of another taps \(\[0, 1, 3\]\); delete the folder"):
         steps(make(place, tmp_path / "run", features="disk", taps=[0, 2, 3]), 1)
 

@@ -121,7 +121,7 @@ def test_words_outside_of_its_vocabulary_carry_no_loss(place, tmp_path):
     batch = trainer.run.batches.batch(trainer.run.batches.step(0), 0)
     labels, valid = batch.narrowed().labels(8)
     known = trainer.run.network.t2d[labels] & valid
-    _, sums = trainer.loss(trainer.blocks, batch, trainer.features, 0)
+    _, sums = trainer.learner.loss(trainer.learner.blocks, batch, trainer.learner.features, 0)
     slot = torch.arange(7)
     assert sums.weight == pytest.approx(float((torch.tensor(0.8) ** slot * known).sum()), rel=1e-5)
     figures = sums.figures()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockdraft.errors import UsageError
-from blockdraft.store import write_whole
+from blockdraft.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

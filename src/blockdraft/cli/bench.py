@@ -108,8 +108,8 @@ def _drafters(folders: list[str] | None, names: list[str], target: "Target") -> 
 
     One of a kind, and none without a method.
     """
+    from blockdraft.files import weights_digest
     from blockdraft.load import load_drafter, shipped_drafter
-    from blockdraft.store import weights_digest
 
     asked = {name.partition(":")[0] for name in names}
     wanted = {kind: any(kind in name for name in asked) for kind in ("dflash", "eagle3", "draft-model")}
@@ -143,7 +143,7 @@ def _begun(out: Path | None, document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _keep(document: dict[str, Any], out: Path | None) -> None:
-    from blockdraft.store import write_whole
+    from blockdraft.files import write_whole
 
     if out is not None:
         write_whole(out, lambda path: path.write_text(json.dumps(document, indent=1) + "\n"))

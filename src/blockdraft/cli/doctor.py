@@ -11,7 +11,7 @@ from blockdraft.errors import UsageError
 
 if TYPE_CHECKING:
     from blockdraft.doctor.diagnosis import Diagnosis, Doubt
-    from blockdraft.drafters.dflash import DFlash
+    from blockdraft.drafters.network import DFlash
     from blockdraft.formats.zlab import WindowOff
 
 
@@ -36,7 +36,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(args: argparse.Namespace) -> int:
     from blockdraft.doctor.diagnosis import diagnose
-    from blockdraft.drafters.dflash import DFlash
+    from blockdraft.drafters.network import DFlash
     from blockdraft.formats import zlab
     from blockdraft.formats.convert import check_place, read
     from blockdraft.formats.dialect import recognise
@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 def in_doubt(folder: Path, error: "WindowOff") -> "tuple[DFlash, Doubt]":
     """A drafter that may slide or not, read as if it did not, and its other meanings."""
-    from blockdraft.doctor.diagnosis import WINDOWS, Doubt
+    from blockdraft.doctor.diagnosis import Doubt
+    from blockdraft.doctor.readings import WINDOWS
     from blockdraft.formats import zlab
 
     meant = zlab.read_config(folder, window=error.size) if error.size else None

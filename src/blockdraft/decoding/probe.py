@@ -15,10 +15,10 @@ from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.tree import TreeDrafter
 from blockdraft.engine.cache import KVCache
 from blockdraft.engine.kernels import kernel_digest, processor
+from blockdraft.files import store_folder, write_whole
 from blockdraft.progress import Progress
 from blockdraft.rules.budget import MOST, Budget, Costs
 from blockdraft.rules.proposal import Proposal
-from blockdraft.store import store_folder, write_whole
 from blockdraft.targets.target import Target
 
 CONTEXTS = (256, 2048)  # tokens in the cache while measuring

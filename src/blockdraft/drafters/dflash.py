@@ -1,26 +1,21 @@
-"""DFlash: a block-diffusion drafter that fills all slots of a block in one forward pass (arXiv 2602.06036, section 4.1).
+"""DFlashDrafter: a DFlash network at work, one forward pass for all slots of a block (arXiv 2602.06036, section 4.1).
 
-The features of the tapped target layers are fused once and injected into the keys and values of every layer; the block is
-the anchor and mask tokens; slot k predicts the token at its own position, anchor + k. Reference: z-lab/dflash 0.1.0,
-``dflash/model.py``.
+``context.py`` holds what it knows of each row, ``network.py`` what it computes. Reference: z-lab/dflash 0.1.0, ``dflash/model.py``.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen3Config
-from transformers.activations import ACT2FN
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from torch import Tensor
 
 from blockdraft.drafters.base import Draw
-from blockdraft.drafters.dflash2 import CandidateSelector, Convolution
+from blockdraft.drafters.context import Context
+from blockdraft.drafters.injection import visible_rule
+from blockdraft.drafters.network import DFlash, Layer
 from blockdraft.drafters.shortlist import Shortlist
-from blockdraft.engine.attention import Mask, additive, attend, visibility
+from blockdraft.engine.attention import additive, visibility
 from blockdraft.engine.cache import KVCache, Span
 from blockdraft.engine.memory import placed
 from blockdraft.engine.plain import PlainLayer, PlainLayers, fits, plain_layer
@@ -28,221 +23,6 @@ from blockdraft.engine.recorded import Recorder
 from blockdraft.errors import UsageError
 from blockdraft.rules.proposal import Proposal
 from blockdraft.rules.sampling import best
-
-MOST_SLOTS = 4096  # of a block
-FARTHEST = 2**31 - 1  # positions
-UNREAD = 32  # tokens of every row that are taken in at a time, unless they are a prompt's
-MOST_UNREAD = 256  # tokens of a row whose features may wait for a draft
-
-
-@dataclass(frozen=True)
-class DFlashConfig:
-    """What a DFlash drafter is, independent of the file format it came from.
-
-    Attributes:
-        backbone: sizes, activation, norm epsilon and rope of the Qwen3-like layers.
-        block_size: slots of a block, the anchor included.
-        mask_token_id: the row of the target's embedding that fills the empty slots.
-        taps: target layers (0-based, their outputs), in the order of ``fc``'s input.
-        target_layers: depth of the target it was trained for.
-        causal: per layer, whether a slot sees only slots up to itself.
-        windows: per layer, how many positions back (and, when not causal, forward) are seen; None: all.
-        embedding_scale: multiplies the borrowed embedding rows.
-        output_multiplier: multiplies the borrowed head's logits.
-        softcap: ``s * tanh(logits / s)``, or None.
-        convolution: taps and channels per group of DFlash 2's convolutions around attention and MLP; None: a DFlash.
-        selector: rank and candidates per slot of DFlash 2's selector; None: a DFlash.
-    """
-
-    backbone: Qwen3Config
-    block_size: int
-    mask_token_id: int
-    taps: tuple[int, ...]
-    target_layers: int
-    causal: tuple[bool, ...]
-    windows: tuple[int | None, ...]
-    embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    softcap: float | None = None
-    convolution: tuple[int, int] | None = None
-    selector: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        """Whatever file it came from, a number that nothing can be drafted with is a ValueError that names it."""
-        if not 2 <= self.block_size <= MOST_SLOTS:
-            raise ValueError(f"block_size is {self.block_size}; it must be from 2, an anchor and a slot, to {MOST_SLOTS}")
-        for window in self.windows:
-            if window is not None and not (isinstance(window, int) and 1 <= window <= FARTHEST):
-                raise ValueError(f"sliding_window is {window!r}; it must be a whole number from 1 to {FARTHEST}")
-        if not 1 <= self.backbone.max_position_embeddings <= FARTHEST:
-            found = self.backbone.max_position_embeddings
-            raise ValueError(f"max_position_embeddings is {found}; it must be from 1 to {FARTHEST}")
-        for name in ("embedding_scale", "output_multiplier"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name):g}, not a positive number")
-
-
-class KeyValues(Protocol):
-    """Where a layer's new keys and values go and what it attends over: a KVCache in decoding, a concatenation in training."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, /) -> tuple[Tensor, Tensor]: ...
-
-
-class Attention(nn.Module):
-    """Qwen3 attention whose context keys and values come from the target's features."""
-
-    def __init__(self, c: Qwen3Config):
-        super().__init__()
-        size: int = c.head_dim
-        heads, kv_heads, bias = c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads, c.attention_bias
-        self.head_dim, self.scale = size, size**-0.5
-        self.q_proj = nn.Linear(c.hidden_size, heads * size, bias=bias)
-        self.k_proj = nn.Linear(c.hidden_size, kv_heads * size, bias=bias)
-        self.v_proj = nn.Linear(c.hidden_size, kv_heads * size, bias=bias)
-        self.o_proj = nn.Linear(heads * size, c.hidden_size, bias=bias)
-        self.q_norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(size, eps=c.rms_norm_eps)
-
-    def heads(self, projected: Tensor) -> Tensor:
-        return projected.view(*projected.shape[:2], -1, self.head_dim)
-
-    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[rows, kv heads, tokens, head size]`` of features or block rows: the same matrices serve both."""
-        keys = rotate(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), *rope)
-        return keys, self.heads(self.v_proj(x)).transpose(1, 2)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Mask) -> Tensor:
-        query = rotate(self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2), *rope)
-        keys, values = kv.update(*self.keys_values(x, rope), layer)
-        return self.o_proj(attend(query, keys, values, mask, self.scale).flatten(2))
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, c: Qwen3Config | LlamaConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-        self.act = ACT2FN[c.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    """The Qwen3 layer; in DFlash 2 with a convolution before and behind each half."""
-
-    def __init__(self, c: Qwen3Config, convolution: tuple[int, int] | None = None):
-        super().__init__()
-        self.self_attn = Attention(c)
-        self.mlp = MLP(c)
-        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-
-        if convolution is not None:
-            self.attention_conv, self.mlp_conv = (Convolution(c.hidden_size, *convolution) for _ in range(2))
-        self.convolved = convolution is not None
-
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], kv: KeyValues, layer: int, mask: Mask, width: int | None = None
-    ) -> Tensor:
-        inner = self.input_layernorm(x)
-        if not self.convolved:
-            x = x + self.self_attn(inner, rope, kv, layer, mask)
-            return x + self.mlp(self.post_attention_layernorm(x))
-        before, behind = self.attention_conv(inner, width)
-        x = x + behind(self.self_attn(before, rope, kv, layer, mask))
-        before, behind = self.mlp_conv(self.post_attention_layernorm(x), width)
-        return x + behind(self.mlp(before))
-
-
-class DFlash(nn.Module):
-    """The drafter network; parameter names are those of z-lab's files. Training and decoding run the same ``forward``."""
-
-    def __init__(self, config: DFlashConfig):
-        super().__init__()
-        c = config.backbone
-        self.config = config
-        self.layers = nn.ModuleList([Layer(c, config.convolution) for _ in range(c.num_hidden_layers)])
-        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        self.fc = nn.Linear(len(config.taps) * c.hidden_size, c.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        self.rotary = Qwen3RotaryEmbedding(c)
-        if config.selector is not None:
-            self.candidate_selector = CandidateSelector(c.hidden_size, c.vocab_size, *config.selector)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DFlash":
-        """Casts and moves never touch the rotary frequencies' precision: rounded to bfloat16 they are off by radians a few hundred
-        positions on."""
-        super()._apply(fn, recurse)
-        self.rotary = Qwen3RotaryEmbedding(self.config.backbone).to(self.fc.weight.device)
-        return self
-
-    def linears(self) -> list[list[nn.Linear]]:
-        """The linear layers in groups that always read the same tensor; only block rows have queries."""
-        groups = [[self.fc]]
-        for layer in self.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            groups += [[attention.q_proj], [attention.k_proj, attention.v_proj], [attention.o_proj]]  # type: ignore[union-attr, list-item]
-            groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]  # type: ignore[union-attr, list-item]
-            if self.config.convolution is not None:
-                groups += [[layer.attention_conv.kernel_projection], [layer.mlp_conv.kernel_projection]]  # type: ignore[union-attr, list-item]
-        return groups
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The tapped outputs side by side, ``[rows, tokens, taps * hidden]``, as one vector ``[rows, tokens, hidden]``."""
-        return self.hidden_norm(self.fc(features))
-
-    def inject(self, fused: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Context keys and values of every layer.
-
-        Args:
-            fused: ``[rows, tokens, hidden]``.
-            positions: ``[rows, tokens]`` int64.
-
-        Returns:
-            Per layer, keys and values ``[rows, kv heads, tokens, head size]``.
-        """
-        rope = self.rotary(fused, positions)
-        return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
-
-    def forward(self, block: Tensor, positions: Tensor, kv: KeyValues, masks: Sequence[Mask], width: int | None = None) -> Tensor:
-        """Hidden states ``[rows, slots, hidden]`` after the final norm.
-
-        Args:
-            block: ``[rows, slots, hidden]`` embeddings of anchor and mask tokens.
-            positions: ``[rows, slots]`` int64.
-            kv: gives each layer what it attends over: the context, then the block rows.
-            masks: per layer, additive ``[rows, 1, slots, keys]``, a BlockMask, or None: everything is seen.
-            width: slots of a block, where several stand side by side; None: it is one.
-        """
-        rope = self.rotary(block, positions)
-        for index, layer in enumerate(self.layers):
-            block = layer(block, rope, kv, index, masks[index], width)
-        return self.norm(block)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding in halves (NeoX layout) of ``[rows, heads, tokens, head size]``."""
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def visible_rule(causal: bool, window: int | None) -> Callable[..., Tensor]:
-    """Which key position a slot sees, on absolute positions (method.md 1.2; z-lab ``_attention_mask``)."""
-
-    def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (key <= query) if causal else torch.ones_like(key <= query)
-        if window is not None:
-            seen = seen & (query - key < window)
-            if not causal:
-                seen = seen & (key - query < window)
-        return seen
-
-    return rule
 
 
 class DFlashDrafter:
@@ -290,6 +70,7 @@ class DFlashDrafter:
         # A convolution reads its neighbours' slots, and a selector goes from word to word: a DFlash 2 is not padded.
         recorded = self.config.convolution is None and self.config.selector is None
         self.recorder = Recorder(name, self.device if recorded else torch.device("cpu"))
+        self.context = Context(self.network, self._plain, self.recorder)
 
     def _plain_layers(self) -> PlainLayers | None:
         """The layers as one call: where they are packed for our own kernel, and see alike."""
@@ -317,72 +98,23 @@ class DFlashDrafter:
     def room(self, block_size: int) -> int:
         return block_size
 
+    @property
+    def cache(self) -> KVCache:
+        """The context's keys and values."""
+        return self.context.cache
+
     def reset(self, rows: int, capacity: int) -> None:
-        capacity += UNREAD
-        before: KVCache | None = getattr(self, "cache", None)
-        if before is not None and before.recordings and before.rows == rows and before.capacity >= capacity:
-            before.reuse()
-        else:
-            self.cache = KVCache(rows, capacity, self.dtype, self.device)
-        self._unread: list[list[Tensor]] = [[] for _ in range(rows)]  # per row, features that no draft has needed yet
-        self._waiting = [0] * rows  # tokens of them
+        self.context.reset(rows, capacity)
 
     def observe(self, row: int, tokens: Tensor, features: Tensor | None, counts: Sequence[int]) -> None:
-        """Features of a few tokens wait until a draft needs them: where drafting rests, they are hardly ever read."""
         assert features is not None
-        rows = range(row, row + len(counts))
-        if max(counts) > UNREAD and not any(self._waiting[i] for i in rows):
-            self._inject(row, features, counts)
-            return
-        for i, found, count in zip(rows, features, counts, strict=True):
-            self._unread[i].append(found[:count])
-            self._waiting[i] += count
-        if max(self._waiting) > MOST_UNREAD:
-            self._read(self.cache.rows)
+        self.context.observe(row, features, counts)
 
-    def _read(self, rows: int) -> None:
-        """Take in the features of the first rows that wait, a few tokens of every row at a time."""
-        none = self.network.fc.weight.new_empty(0, self.network.fc.in_features)
-        waiting = [torch.cat(parts) if parts else none for parts in self._unread[:rows]]
-        self._unread[:rows], self._waiting[:rows] = [[] for _ in range(rows)], [0] * rows
-        for start in range(0, max(map(len, waiting)), UNREAD):
-            pieces = [features[start : start + UNREAD].to(self.dtype) for features in waiting]
-            padded = pieces[0][None] if rows == 1 else nn.utils.rnn.pad_sequence(pieces, batch_first=True)
-            self._inject(0, padded, [len(piece) for piece in pieces])
+    def truncate(self, row: int, length: int) -> None:
+        self.context.truncate(row, length)
 
-    def _inject(self, row: int, features: Tensor, counts: Sequence[int]) -> None:
-        """Context keys and values of the rows ``row, row + 1, ...``; features ``[rows, most, taps * hidden]``."""
-        with torch.inference_mode():
-            features = features[:, : max(counts)].to(self.dtype)
-            few = self.recorder.on and row == 0 and max(counts) <= UNREAD
-            if not (few and self._play_inject(features)):
-                span = self.cache.open(row, self.cache.positions_behind(row, *features.shape[:2]))
-                fused = self.network.fuse(features)
-                if self._plain is not None:
-                    self._plain.inject(fused, self.network.rotary(fused.float(), span.positions), self.cache, span)
-                else:
-                    for layer, (keys, values) in enumerate(self.network.inject(fused, span.positions)):
-                        self.cache.update(keys, values, layer)
-        self.cache.commit([range(count) for count in counts])
-
-    def _play_inject(self, features: Tensor) -> bool:
-        """The same as a recorded pass of the first rows, if there is one."""
-        cache = self.cache
-        padded = cache.open_padded(cache.positions_behind(0, *features.shape[:2]))
-        if padded is None:
-            return False
-        assert padded.slots is not None
-        rows, count = padded.slots.shape
-        widened = F.pad(features, (0, 0, 0, count - features.shape[1], 0, rows - features.shape[0]))
-
-        def run(features: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
-            with cache.aimed(Span(0, [0] * rows, count, positions, None, slots)):
-                for layer, (keys, values) in enumerate(self.network.inject(self.network.fuse(features), positions)):
-                    cache.update(keys, values, layer)
-            return ()
-
-        inputs = (widened, padded.positions, padded.slots)
-        return self.recorder.play(cache, ("inject", rows, count), inputs, run) is not None
+    def move(self, source: int, target: int) -> None:
+        self.context.move(source, target)
 
     def propose(self, anchors: Tensor, widths: Sequence[int], draw: Draw | None) -> Proposal:
         slots = max(widths)
@@ -459,7 +191,7 @@ class DFlashDrafter:
             known: ``[rows, slots - 1]`` their tokens, where they are not masks alone.
         """
         if self.recorder.on:
-            self._read(len(anchors))
+            self.context.read(len(anchors))
             logits = self._play_block(*self._block(anchors, widths, known))
             if logits is not None:
                 return logits
@@ -509,7 +241,7 @@ class DFlashDrafter:
     def _hidden(self, anchors: Tensor, widths: Sequence[int], known: Tensor | None = None) -> Tensor:
         """Hidden states ``[rows, slots - 1, hidden]`` of the slots behind the anchor; ``known``: their tokens, not masks alone."""
         self.forwards += 1
-        self._read(len(anchors))
+        self.context.read(len(anchors))
         ids, real = self._block(anchors, widths, known)
         block = self.embed(ids).to(self.dtype) * self.config.embedding_scale
         span = self.cache.open(0, self.cache.positions_behind(0, *ids.shape), real)
@@ -544,16 +276,4 @@ class DFlashDrafter:
     def bytes(self) -> int:
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.network.parameters())
         words = self.shortlist.bytes if self.shortlist is not None else 0
-        waiting = sum(features.numel() * features.element_size() for parts in self._unread for features in parts)
-        return weights + self.packed_bytes + words + self.cache.bytes() + waiting
-
-    def truncate(self, row: int, length: int) -> None:
-        kept = self.cache.lengths[row]
-        if self._waiting[row]:
-            left = torch.cat(self._unread[row])[: max(0, length - kept)]
-            self._unread[row], self._waiting[row] = [left], len(left)
-        self.cache.truncate(row, min(kept, length))
-
-    def move(self, source: int, target: int) -> None:
-        self.cache.move(source, target)
-        self._unread[target], self._waiting[target] = list(self._unread[source]), self._waiting[source]
+        return weights + self.packed_bytes + words + self.cache.bytes() + self.context.waiting_bytes

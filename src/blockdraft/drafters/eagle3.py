@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from blockdraft.drafters.base import Draw
-from blockdraft.drafters.dflash import MLP, KeyValues, rotate
+from blockdraft.drafters.injection import KeyValues, rotate
+from blockdraft.drafters.network import MLP
 from blockdraft.drafters.shortlist import spread
 from blockdraft.drafters.tree import best_nodes
 from blockdraft.engine.attention import Mask, additive, attend, causal, visibility

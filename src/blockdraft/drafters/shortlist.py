@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blockdraft.engine.packing import pack_linears
 from blockdraft.errors import UsageError
-from blockdraft.store import write_whole
+from blockdraft.files import write_whole
 
 FILE = "shortlist.json"
 

@@ -8,7 +8,6 @@ interface) and the drafter (directly).
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +16,7 @@ from transformers.cache_utils import Cache
 
 from blockdraft.engine.kernels import Slots
 from blockdraft.engine.memory import placed
-
-if TYPE_CHECKING:
-    from blockdraft.engine.recorded import Recorder, Recording
+from blockdraft.engine.recorded import Recorder, Recording
 
 SPARE = 128  # slots behind what was asked for, on CUDA: passes are padded to one of a handful of shapes
 SHORTEST = 512  # keys of a padded pass
@@ -178,7 +175,7 @@ class KVCache(Cache):
 
     # ---- between forward passes
 
-    def commit(self, paths: Sequence[Sequence[int]], recorder: "Recorder | None" = None) -> None:
+    def commit(self, paths: Sequence[Sequence[int]], recorder: Recorder | None = None) -> None:
         """Keep, for each row of the last forward pass, the tokens of ``path`` (indices into the pass, ascending).
 
         A path that is a prefix moves nothing; the path of a tree is gathered to the front, in place, by ``recorder`` if it records.
@@ -204,7 +201,7 @@ class KVCache(Cache):
         for buffer in buffers:
             buffer[row, :, start : start + len(path)] = buffer[row, :, source]
 
-    def _play_keep(self, recorder: "Recorder", row: int, start: int, path: Sequence[int]) -> bool:
+    def _play_keep(self, recorder: Recorder, row: int, start: int, path: Sequence[int]) -> bool:
         """The same as a recorded pass over all buffers, if there is one; padding copies the first token over itself."""
         buffers = [*self.keys.values(), *self.values.values()]
         count = _power(len(path))

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdraft.files import store_folder
 from blockdraft.progress import Progress
-from blockdraft.store import store_folder
 
 # No -ffast-math: sums keep the order that is written, and some compilers' libraries built so change how a whole process rounds.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")

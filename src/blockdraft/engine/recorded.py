@@ -9,12 +9,11 @@ to the cache whose buffers it was captured over. PyTorch: ``torch.cuda.CUDAGraph
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from blockdraft.engine.cache import KVCache
 from blockdraft.engine.kernels import kernels_wanted
 from blockdraft.errors import UsageError
 
@@ -40,6 +39,12 @@ class Recording:
         return tuple(output.clone() for output in self._replay())
 
 
+class Buffers(Protocol):
+    """What passes are recorded over: a KVCache."""
+
+    recordings: dict[Hashable, Recording]
+
+
 class Recorder:
     """Records the passes of one model, as long as that works.
 
@@ -56,7 +61,7 @@ class Recorder:
         self.name, self.required = name, False
         self.on = device.type == "cuda" and kernels_wanted()
 
-    def play(self, kv: KVCache, key: Hashable, inputs: Sequence[Tensor], run: Run) -> tuple[Tensor, ...] | None:
+    def play(self, kv: Buffers, key: Hashable, inputs: Sequence[Tensor], run: Run) -> tuple[Tensor, ...] | None:
         """A pass over ``kv``, recorded if ``key`` is new; None where it cannot be recorded, which is said once.
 
         Raises:

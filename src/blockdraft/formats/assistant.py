@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from blockdraft.drafters.dflash import DFlash, DFlashConfig
+from blockdraft.drafters.network import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
 from blockdraft.targets.target import Target

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
+from blockdraft.drafters.network import DFlash, DFlashConfig
+from blockdraft.drafters.pairing import at_work, check_eagle3, check_pair
 from blockdraft.drafters.shortlist import read_shortlist, write_shortlist
 from blockdraft.errors import BlockdraftError, UsageError
+from blockdraft.files import fsync
 from blockdraft.formats import assistant, eagle3, gguf, speculators, torchspec, zlab
 from blockdraft.formats.dialect import Dialect, recognise
-from blockdraft.load import at_work, check_eagle3, check_pair
-from blockdraft.store import fsync
 from blockdraft.targets.target import Target
 
 SIZES = (

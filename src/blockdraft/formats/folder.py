@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdraft.errors import UsageError
-from blockdraft.store import write_whole
+from blockdraft.files import write_whole
 
 
 def read_config(folder: Path) -> dict[str, Any]:

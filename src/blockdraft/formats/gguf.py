@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from blockdraft.drafters.dflash import DFlash, DFlashConfig
+from blockdraft.drafters.network import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
+from blockdraft.files import write_whole
 from blockdraft.formats import folder as files
 from blockdraft.formats.tokenizer import tokenizer_fields
-from blockdraft.store import write_whole
 from blockdraft.targets.target import Target
 
 ARCHITECTURES = ("dflash", "dflash-draft")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.drafters.eagle3 import BLOCK_SIZE, Eagle3, Eagle3Config, default_taps
+from blockdraft.drafters.network import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
 from blockdraft.targets.target import Target

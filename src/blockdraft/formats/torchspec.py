@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Qwen3Config
 
-from blockdraft.drafters.dflash import DFlash, DFlashConfig
+from blockdraft.drafters.network import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
 from blockdraft.formats import zlab

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from blockdraft.drafters.dflash import DFlashDrafter, visible_rule
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.injection import visible_rule
 from blockdraft.engine.attention import Mask, additive
 from blockdraft.errors import UsageError
 

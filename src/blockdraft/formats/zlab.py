@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from blockdraft.drafters.dflash import DFlash, DFlashConfig
+from blockdraft.drafters.network import DFlash, DFlashConfig
 from blockdraft.errors import UsageError
 from blockdraft.formats import folder as files
 

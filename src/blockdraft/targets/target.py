@@ -8,22 +8,23 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blockdraft.engine.attention import FEW, additive, attending_over, causal, visibility
 from blockdraft.engine.cache import KVCache, Span
 from blockdraft.engine.kernels import library
 from blockdraft.engine.packing import PackedLinear, pack_linears, unpack_linears
-from blockdraft.engine.plain import PlainLayers, fits, plain_layer
+from blockdraft.engine.plain import PlainLayers
 from blockdraft.engine.recorded import Recorder
 from blockdraft.errors import UsageError
 from blockdraft.rules.proposal import Proposal
 from blockdraft.targets.anatomy import Anatomy, dissect, first_tensor
+from blockdraft.targets.proof import branching_logits, layers_agree, plain_layers
+from blockdraft.targets.support import refuse_unsupported
 
 PREFILL_CHUNK = 512  # prompt tokens per forward: bounds the mask and the activations of long prompts
 
@@ -102,14 +103,14 @@ class Target:
         self.packed_bytes = pack_linears(parts.linears, self.dtype, self.device, self.exact)
         cache = self.new_cache(1, 32)
         try:
-            cached = self._branching_logits(cache, ids)
+            cached = branching_logits(self, cache, ids)
         except (RuntimeError, NotImplementedError, IndexError) as cause:  # a module that cannot read a slice of a joint product
             unpack_linears(parts.linears)
             self.packed_bytes = 0
             warnings.warn(f"{self.name}: linear layers run unpacked, slower ({cause})")
             cache = self.new_cache(1, 32)
             try:
-                cached = self._branching_logits(cache, ids)
+                cached = branching_logits(self, cache, ids)
             except (RuntimeError, NotImplementedError, IndexError) as again:
                 raise UsageError(f"{self.name}: its layers cannot run over a branching cache ({again})") from again
 
@@ -149,87 +150,20 @@ class Target:
         model was made for, must agree in float32, whatever the model's dtype: rounding would hide another kind of layer.
         """
         try:
-            layers = self._plain_layers(parts)
+            layers, self._rotary = plain_layers(parts, self.config), parts.rotary
             if layers is None:
                 return None
             middle = (self.context - 12) // 2
             for start in {0, max(0, middle), max(0, self.context - 12)}:
-                if not self._layers_agree(layers, ids, start):
+                if not layers_agree(self, layers, ids, start):
                     return None
             self._plain = layers
-            agrees = error_of(self._branching_logits(self.new_cache(1, 32), ids)) < (1e-4 if self.dtype == torch.float32 else 0.2)
+            agrees = error_of(branching_logits(self, self.new_cache(1, 32), ids)) < (1e-4 if self.dtype == torch.float32 else 0.2)
             return layers if agrees else None
         except Exception:  # anything that a layer of another kind can do when it is asked for what it has not
             return None
         finally:
             self._plain = None
-
-    def _plain_layers(self, parts: Anatomy) -> PlainLayers | None:
-        per_layer, rest = divmod(len(parts.linears) - 1, len(parts.layers))
-        norms = [norm for found in parts.norms for norm in found] + [parts.final_norm]
-        epsilons = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
-        if parts.rotary is None or rest or parts.final_norm is None or len(epsilons) > 1 or None in epsilons:
-            return None
-        self._rotary = parts.rotary
-        heads = self.config.num_attention_heads
-        size = getattr(self.config, "head_dim", None) or self.hidden_size // heads
-        groups = [parts.linears[i * per_layer : (i + 1) * per_layer] for i in range(len(parts.layers))]
-        layers = [plain_layer(linears, found, size) for linears, found in zip(groups, parts.norms, strict=True)]
-        if None in layers or not fits(layers, heads, size):  # type: ignore[arg-type]
-            return None
-        return PlainLayers(layers, heads, size, epsilons.pop())  # type: ignore[arg-type]
-
-    def _layers_agree(self, plain: PlainLayers, ids: Tensor, start: int) -> bool:
-        """Whether the first, a middle and the last layer put out the same in float32 for what they are given in a pass."""
-        which = sorted({0, len(self.layers) // 2, len(self.layers) - 1})
-        asked: dict[int, tuple[Tensor, dict[str, Any]]] = {}
-
-        def keep(layer: int) -> Callable[..., None]:
-            return lambda module, args, kwargs: asked.__setitem__(layer, (args[0] if args else kwargs["hidden_states"], kwargs))
-
-        handles = [self.layers[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in which]
-        cache = self.new_cache(1, 32)
-        positions = start + torch.arange(12, device=self.device)[None]
-        span = cache.open(0, positions)
-        try:
-            self._forward(cache, ids, positions)
-        finally:
-            for handle in handles:
-                handle.remove()
-        mask = additive(visibility(span, causal, self.device), cache.dtype)
-        for i in which:
-            x, given = (
-                _as_float(asked[i][0]),
-                {key: _as_float(value) for key, value in asked[i][1].items() if key != "hidden_states"},
-            )
-            weights = {name: parameter.float() for name, parameter in self.layers[i].named_parameters()}
-            # With gradients enabled the packed layers multiply with the weights they are given.
-            with attending_over(cache, self.model.config), torch.enable_grad():
-                theirs = first_tensor(torch.func.functional_call(self.layers[i], weights, (x.clone(),), given)).detach()
-            one = PlainLayers(plain.layers[i : i + 1], plain.heads, plain.size, plain.epsilon)
-            rope = given["position_embeddings"]  # what both are given
-            fresh = self.new_cache(1, 32)
-            ours, _ = one.run(x, rope, fresh, fresh.open(0, positions), mask)
-            if not float((ours - theirs).abs().mean()) < 1e-4 * float((theirs - x).abs().mean()):
-                return False
-        return True
-
-    def _branching_logits(self, cache: KVCache, ids: Tensor) -> Tensor:
-        """Logits ``[1, 12, vocabulary]`` of 12 ids by prefill, a tree of right and wrong tokens, commit, and one step."""
-        wrong = (ids + 1) % self.config.vocab_size
-        logits = [self._forward(cache, ids[:, :5], cache.open(0, cache.positions_behind(0, 1, 5)).positions)[0]]
-        cache.commit([range(5)])
-        tokens = torch.stack([wrong[0, 6], ids[0, 6], wrong[0, 7], ids[0, 7], ids[0, 8]])[None]
-        tree = Proposal(tokens, [6], torch.tensor([[0, 0, 2, 2, 4]], device=self.device))
-        verified, _ = self.verify(cache, ids[:, 5], tree)
-        path = [0, 2, 4, 5]
-        logits.append(verified[:, path])
-        self.commit(cache, [path])
-        chain, _ = self.verify(cache, ids[:, 9], Proposal(ids[:, 10:11], [2]))
-        logits.append(chain)
-        self.commit(cache, [[0, 1]])
-        logits.append(self.step(cache, ids[:, 11])[:, None])
-        return torch.cat(logits, dim=1)
 
     # ---- the four verbs
 
@@ -257,7 +191,7 @@ class Target:
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = torch.tensor([list(ids[start : start + PREFILL_CHUNK])], device=self.device)
             span = cache.open(row, cache.positions_behind(row, *chunk.shape))
-            logits, features = self._forward(cache, chunk, span.positions, taps, keep=1)
+            logits, features = self.run(cache, chunk, span.positions, taps, keep=1)
             cache.commit([range(chunk.shape[1])])
             yield logits[0, -1], features
 
@@ -273,7 +207,7 @@ class Target:
         tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts], device=self.device)
         span = cache.open(first, cache.positions_behind(first, *tokens.shape))
         lasts = torch.tensor(sorted({length - 1 for length in lengths}), device=self.device)
-        logits, features = self._forward(cache, tokens, span.positions, taps, keep=lasts)
+        logits, features = self.run(cache, tokens, span.positions, taps, keep=lasts)
         cache.commit([range(length) for length in lengths])
         wanted = torch.tensor([length - 1 for length in lengths], device=self.device)
         column = torch.searchsorted(lasts, wanted) if logits.shape[1] == len(lasts) else wanted
@@ -348,7 +282,7 @@ class Target:
             if found is not None:
                 return found
         cache.open(0, positions, visible)
-        return self._forward(cache, tokens, positions, taps, few=True)
+        return self.run(cache, tokens, positions, taps, few=True)
 
     def _play(self, cache: KVCache, padded: Span, tokens: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None] | None:
         """The recorded pass at a padded span; None where there is none. When it is new it must say what an ordinary pass says."""
@@ -362,7 +296,7 @@ class Target:
         def run(tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
             # Starts are numbers in Python, which a recording would keep: what depends on them shows in the comparison below.
             with cache.aimed(Span(0, [0] * len(tokens), tokens.shape[1], positions, None, slots, padded.extent, mask)):
-                logits, features = self._forward(cache, tokens, positions, taps, few=True)
+                logits, features = self.run(cache, tokens, positions, taps, few=True)
             return (logits,) if features is None else (logits, features)
 
         found = self.recorder.play(cache, key, (widened, padded.positions, padded.slots, mask), run)
@@ -371,14 +305,14 @@ class Target:
         self.forwards += 1
         logits, features = found[0][:rows, :count], found[1][:rows, :count] if taps else None
         if not proved:
-            plain, _ = self._forward(cache, tokens, padded.positions[:rows, :count], taps, few=True)
+            plain, _ = self.run(cache, tokens, padded.positions[:rows, :count], taps, few=True)
             error = float((logits.float() - plain.float()).abs().mean() / plain.float().std().clamp_min(1e-6))
             if not error < (1e-3 if self.dtype == torch.float32 else 0.2):
                 self.recorder.give_up(f"they differ by {error:.2g} standard deviations from ordinary ones")
                 return None
         return logits, features
 
-    def _forward(
+    def run(
         self,
         cache: KVCache,
         tokens: Tensor,
@@ -443,40 +377,3 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _as_float(value: Any) -> Any:
-    """Tensors of floats as float32, in tuples too; copies, which do not belong to inference mode."""
-    if isinstance(value, tuple):
-        return tuple(_as_float(entry) for entry in value)
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
-
-
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UsageError, with the reason, for models whose output cannot be verified in parallel and rolled back."""
-    name = type(model).__name__
-    config = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise UsageError(f"{name} is an encoder-decoder model; blockdraft decodes decoder-only models")
-    if "longrope" in rope_types(config):
-        raise UsageError(
-            f"{name} uses longrope, whose rotary frequencies depend on the longest row of a pass; it cannot be batched exactly"
-        )
-    kinds = set(getattr(config, "layer_types", None) or [])
-    recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    if getattr(model, "_is_stateful", False) or recurrent:
-        which = f" ({', '.join(sorted(recurrent))} layers)" if recurrent else ""
-        raise UsageError(f"{name} keeps a recurrent state{which} that cannot be rolled back after rejected tokens")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UsageError(f"{name} computes attention by itself; blockdraft needs transformers' attention interface")
-    if len({p.device for p in model.parameters()}) > 1:
-        raise UsageError(f"{name} is spread over several devices; blockdraft runs a target on one")
-
-
-def rope_types(config: PreTrainedConfig) -> set[str]:
-    """Kinds of rotary embedding in a config, flat or per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return {str(entry["rope_type"]) for entry in nested if "rope_type" in entry}

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.drafters.dflash import DFlash
+from blockdraft.drafters.network import DFlash
 from blockdraft.engine.attention import BlockedMask, Mask, additive
 from blockdraft.training.mask import Concatenation, Visibility
 

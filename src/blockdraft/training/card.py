@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from blockdraft.drafters.dflash import DFlashConfig
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config
+from blockdraft.drafters.network import DFlashConfig
 from blockdraft.drafters.shortlist import write_shortlist
+from blockdraft.files import write_whole
 from blockdraft.formats import eagle3, zlab
 from blockdraft.load import digest_of, load_drafter
-from blockdraft.store import write_whole
 from blockdraft.training.config import TrainConfig
 from blockdraft.training.evaluate import Real, by_source, decode_held_out, fresh
 from blockdraft.training.run import Run

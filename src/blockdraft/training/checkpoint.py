@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.store import fsync
+from blockdraft.files import fsync
 
 
 class Checkpoints:

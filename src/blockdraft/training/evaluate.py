@@ -3,17 +3,24 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from blockdraft.decoding.decode import decode
 from blockdraft.decoding.request import Request
 from blockdraft.drafters.base import Drafter
-from blockdraft.drafters.dflash import DFlash, DFlashDrafter
+from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Drafter
+from blockdraft.drafters.network import DFlash
 from blockdraft.rules.sampling import SamplingParams
 from blockdraft.targets.target import Target
-from blockdraft.training.batches import Document
+from blockdraft.training.batches import Batches, Document
+from blockdraft.training.learner import Learner
+from blockdraft.training.metrics import Sums
+
+ESTIMATE_ANCHORS = 16  # blocks of a held-out row: enough for two digits
 
 
 @dataclass(frozen=True)
@@ -86,3 +93,19 @@ def spread(documents: Sequence[Document], count: int) -> list[Document]:
     """``count`` documents, the sources in turn."""
     ranked = [(place, document) for mine in by_source(documents, count).values() for place, document in enumerate(mine)]
     return [document for _, document in sorted(ranked, key=lambda entry: entry[0])[:count]]
+
+
+def estimate(learner: Learner, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Figures of held-out blocks, always the same ones, over the whole vocabulary."""
+    blocks = learner.module(fresh(learner.run.network, weights)).eval()
+    c = learner.config
+    rows = c.micro_rows or c.rows
+    held_out = Batches(learner.run.documents.held_out, c.sequence_length, min(c.anchors, ESTIMATE_ANCHORS), rows, c.seed)
+    total: Sums | None = None
+    with torch.no_grad():
+        for step in range(held_out.steps_per_epoch):
+            batch = held_out.batch(held_out.step(step), 0).to(learner.device)
+            _, sums = learner.loss(blocks, batch, learner.held_out_features, 0)
+            total = sums if total is None else total + sums
+    assert total is not None
+    return total.figures()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import BlockdraftError, UsageError
-from blockdraft.store import lock, write_whole
+from blockdraft.files import lock, write_whole
 from blockdraft.targets.target import Target
 from blockdraft.training.batches import Batch, Document
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
-from blockdraft.drafters.dflash import DFlash, DFlashConfig
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config, default_taps
+from blockdraft.drafters.network import DFlash, DFlashConfig
+from blockdraft.drafters.pairing import check_eagle3, check_pair
 from blockdraft.errors import UsageError
 from blockdraft.formats import eagle3, zlab
-from blockdraft.load import check_eagle3, check_pair
 from blockdraft.targets.target import Target
 from blockdraft.training.batches import Document
 from blockdraft.training.config import TrainConfig

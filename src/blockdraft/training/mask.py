@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from blockdraft.drafters.dflash import visible_rule
+from blockdraft.drafters.injection import visible_rule
 
 
 def block_positions(anchors: Tensor, block_size: int) -> Tensor:

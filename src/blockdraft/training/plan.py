@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from blockdraft.drafters.dflash import DFlash
 from blockdraft.drafters.eagle3 import Eagle3
+from blockdraft.drafters.network import DFlash
 from blockdraft.progress import duration
 from blockdraft.training.features import Features
 from blockdraft.training.run import Run

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
-from blockdraft.store import write_whole
+from blockdraft.files import write_whole
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

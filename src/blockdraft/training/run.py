@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.dflash import DFlash
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config
+from blockdraft.drafters.network import DFlash
 from blockdraft.errors import UsageError
 from blockdraft.load import load_target, resolve_dtype
 from blockdraft.targets.target import Target

@@ -1,56 +1,38 @@
 """The trainer: a loop of steps in a run folder, and what is watched and kept on the way.
 
-    each step: rows -> features of the frozen target -> blocks through the drafter -> loss -> gradients -> optimiser
-    now and then: evaluate on held-out conversations, store a checkpoint
-
-Gradients are sums until the end of a step: they are divided once, by the weight of the *global* batch, so that splitting a batch
-over passes or processes changes nothing (but for dropout and the sample of a reduced vocabulary, which each pass draws for itself).
+Each step is the learner's (``learner.py``); now and then the drafter is looked at on held-out
+conversations, and a checkpoint is stored.
 """
 
 import json
-import math
-import os
 import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType, broadcast_object_list
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from blockdraft.drafters.dflash import DFlash
-from blockdraft.drafters.eagle3 import Eagle3
 from blockdraft.engine.memory import available_memory, keep_freed_memory
 from blockdraft.errors import BlockdraftError, UsageError
+from blockdraft.files import lock, write_whole
 from blockdraft.progress import Progress
-from blockdraft.store import lock, write_whole
-from blockdraft.training.batches import Batch, Batches, Document, seed_of
-from blockdraft.training.blocks import Blocks, block_embeddings
 from blockdraft.training.card import measure, write_drafter
 from blockdraft.training.checkpoint import Checkpoints
 from blockdraft.training.config import TrainConfig
-from blockdraft.training.evaluate import as_drafter, decode_held_out, fresh, spread
-from blockdraft.training.features import Features
-from blockdraft.training.loss import Words, block_loss, choices, some_words
+from blockdraft.training.evaluate import as_drafter, decode_held_out, estimate, spread
+from blockdraft.training.learner import Learner, NotFinite
 from blockdraft.training.metrics import Sums
-from blockdraft.training.optimizer import make_optimizer, set_rate
-from blockdraft.training.run import precision_of, prepare
-from blockdraft.training.unrolled import Unrolled
 
 # Keys that may change when a run goes on: they decide what is shown and kept, not what is trained.
 FREE = frozenset(
@@ -58,7 +40,6 @@ FREE = frozenset(
         "out log_every evaluate_every evaluate_prompts evaluate_tokens checkpoint_every keep trackers features shortlist thinking"
     ).split()
 )
-ESTIMATE_ANCHORS = 16  # blocks of a held-out row: enough for two digits
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -83,71 +64,16 @@ class Trainer:
         refuse_trackers(config.trackers)
         keep_freed_memory()
         self.accelerator = Accelerator(cpu=config.device == "cpu", log_with=config.trackers or None, project_dir=str(self.out))
-        self.parts, self.part = self.accelerator.num_processes, self.accelerator.process_index
+        self.parts = self.accelerator.num_processes
         if self.parts > 1 and config.device not in (None, "cpu"):
             raise UsageError(f"device is {config.device}; accelerate gives each of {self.parts} processes its own: leave it out")
         if config.rows % self.parts:
             raise UsageError(f"rows is {config.rows}; with {self.parts} processes it must be a multiple of {self.parts}")
-        self.run = prepare(config, str(self.accelerator.device))
-        self.target, self.device = self.run.target, self.run.target.device
-        self.precision = precision_of(config, self.device)
-        if config.attention == "flex" and self.device.type == "cpu":
-            raise UsageError("attention is flex, which has no gradients on a CPU; use blocked, sdpa or auto")
-        auto = "flex" if self.device.type == "cuda" else "blocked"
-        self.attention = auto if config.attention == "auto" else config.attention
-        if config.compile:
-            self.run.network.compile()
-        self.blocks, self.optimizer = self._spread(self._trained(self.run.network, config.dropout))
+        self.learner = Learner(config, self.accelerator, self.out)
+        self.run, self.target, self.device = self.learner.run, self.learner.target, self.learner.device
         self.checkpoints = Checkpoints(self.out, config.keep)
         self.step, self.worse = 0, 0
         self.best: tuple[int, float] | None = None
-
-    def _trained(self, network: DFlash | Eagle3, dropout: float = 0.0) -> Blocks | Unrolled:
-        """The module that holds a network in training, on its device."""
-        network = network.to(self.device)
-        return Unrolled(network, dropout) if isinstance(network, Eagle3) else Blocks(network, self.attention, dropout)
-
-    def _spread(self, blocks: Blocks | Unrolled) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The module over all processes: as it is, replicated (DDP), or sharded (FSDP2, as `accelerate launch --use_fsdp` asks).
-
-        The drafter's layers are also entered from the side, for the keys and values of the context, so it is sharded as a whole.
-        """
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-            if os.environ.get("FSDP_VERSION", "1") != "2":
-                raise UsageError("FSDP 1 is not supported; launch with --fsdp_version 2")
-            fully_shard(blocks)
-        elif self.parts > 1:
-            blocks = DistributedDataParallel(blocks)  # type: ignore[assignment]
-        return blocks, make_optimizer(blocks, self.config)
-
-    @contextmanager
-    def _alone(self, alone: bool) -> Iterator[None]:
-        """While ``alone``, a backward pass leaves its gradients in this process: the last pass of a step sends the sum."""
-        if isinstance(self.blocks, FSDPModule):
-            self.blocks.set_requires_gradient_sync(not alone)
-            yield
-        elif isinstance(self.blocks, DistributedDataParallel) and alone:
-            with self.blocks.no_sync():
-                yield
-        else:
-            yield
-
-    @cached_property
-    def features(self) -> Features:
-        """Of the training documents; made at the first step, when the run folder has been checked."""
-        config = self.config
-        return self._features(self.run.documents.train, self.out / "features" if config.features == "disk" else config.features)
-
-    @cached_property
-    def held_out_features(self) -> Features:
-        return self._features(self.run.documents.held_out, "memory")
-
-    def _features(self, documents: Sequence[Document], place: str | Path) -> Features:
-        last = self.config.kl_weight > 0 or any(document.foreign for document in documents)
-        return Features(self.target, documents, self.run.network.config.taps, last, place)
-
-    def _features_bytes(self) -> int:
-        return self._features(self.run.documents.train, "online").bytes()
 
     # ---- the loop
 
@@ -222,95 +148,16 @@ class Trainer:
         return self.config.patience is not None and self.worse >= self.config.patience
 
     def _step(self) -> tuple[Sums, float, float]:
-        """One step of the optimiser: its sums, gradient norm before clipping, and share of the peak learning rate."""
-        self.blocks.train()
-        rows = self.run.batches.step(self.step, self.part, self.parts)
-        size = self.config.micro_rows or len(rows)
-        pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
-        torch.manual_seed(seed_of(self.config.seed, self.step, self.part))  # dropout; everything else has a generator of its own
-        total: Sums | None = None
-        for number, piece in enumerate(pieces):
-            batch = self.run.batches.batch(piece, self.step // self.run.batches.steps_per_epoch).to(self.device)
-            with self._alone(number < len(pieces) - 1):
-                loss, sums = self.loss(self.blocks, batch, self.features, seed_of(self.config.seed, self.step, number))
-                loss.backward()
-            total = sums if total is None else total + sums
-        assert total is not None
-        total = Sums(self.accelerator.reduce(total.values, "sum"))
-        # Processes average their gradients; the loss is a sum over all of them divided by the weight of all of them.
-        scale = self.parts / max(total.weight, 1e-12)
-        for parameter in self.blocks.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        clipped = nn.utils.clip_grad_norm_(self.blocks.parameters(), self.config.clip)
-        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
-        if not math.isfinite(norm) or not total.values.isfinite().all():
-            self._stop(pieces)
-        rate = set_rate(self.optimizer, self.step, self.run.steps, self.config)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total, norm, rate
-
-    def loss(self, blocks: nn.Module, batch: Batch, features: Features, seed: int) -> tuple[Tensor, Sums]:
-        """The sum of a batch's weighted losses, with gradients into ``blocks``, and what it tells."""
-        config, block_size = self.config, self.config.block_size
-        network: Any = getattr(blocks, "module", blocks).network
-        batch = batch.narrowed() if isinstance(network, Eagle3) else batch
-        labels, valid = batch.labels(block_size)
-        tapped, last = features.rows(batch)
-        if blocks.training and config.feature_noise:
-            tapped = noisy(tapped, batch, len(features.taps), config.feature_noise, config.seed)
-        where = (batch.anchors, batch.positions, batch.documents, block_size)
-        shown = None
-        if blocks.training and config.revealed:
-            shown = revealed(batch, block_size, config.revealed, config.seed) & valid
-            valid = valid & ~shown
-        with self._autocast():
-            hidden = blocks(self._embeddings(network, batch, shown).to(self.precision), tapped.to(self.precision), *where)
-        words, theirs = self.run.words, None
-        teacher = _behind(last, batch, block_size) if last is not None else None
-        if teacher is not None and bool(batch.foreign.any()):
-            labels[batch.foreign] = choices(words, teacher[batch.foreign])
-        known = valid  # what has a label among the words
-        if isinstance(network, Eagle3):
-            valid = valid & (batch.positions.gather(1, batch.anchors) > 0)[..., None]  # a first token has no features before it
-            known = valid & network.t2d[labels]
-            own = network.words()
-            words, theirs = Words(network.lm_head.weight.to(self.precision), ids=own), words.some(own)
-        elif config.vocabulary and blocks.training:
-            generator = torch.Generator().manual_seed(seed)
-            words = some_words(words, labels[valid], self.run.frequent, config.vocabulary, generator)
-        if words.ids is not None:
-            labels = torch.where(known, labels, words.ids[0])
-        teacher = teacher.flatten(0, 1) if teacher is not None and config.kl_weight else None
-        valid, known = valid.flatten(0, 1), known.flatten(0, 1)
-        shown = shown.flatten(0, 1) if shown is not None else None
-        slots = hidden[:, :, 1 - block_size :].flatten(0, 1)  # all but the anchor's own
-        total, weight, entropies, correct = block_loss(slots, labels.flatten(0, 1), known, teacher, words, self.run.rule, theirs)
-        return total, Sums.of(total, weight, entropies * known, correct, valid, shown)
-
-    def _embeddings(self, network: DFlash | Eagle3, batch: Batch, shown: Tensor | None) -> Tensor:
-        """What the drafter reads of the target's embedding: a DFlash's blocks, or the tokens of the rows."""
-        if isinstance(network, Eagle3):
-            return self.target.embed(batch.ids)
-        return block_embeddings(network, self.target.embed, batch.ids, batch.anchors, self.config.block_size, shown)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.precision == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.precision)
-
-    def _stop(self, pieces: Sequence[Sequence[int | None]]) -> None:
-        packed, documents = self.run.batches.packed, self.run.documents.train
-        keys = [documents[i].key for piece in pieces for row in piece if row is not None for i in packed[row]]
-        steps = self.checkpoints.steps()
-        last = (
-            f"the last good checkpoint is step {steps[-1]} in {self.checkpoints.folder}" if steps else "there is no checkpoint yet"
-        )
-        raise BlockdraftError(
-            f"step {self.step}: the loss or its gradient is not a finite number; conversations {', '.join(keys)}; {last}; "
-            "a lower learning_rate, or precision=float32, may help"
-        )
+        """The next step of the learner."""
+        try:
+            return self.learner.step(self.step)
+        except NotFinite as error:
+            steps = self.checkpoints.steps()
+            last = f"the last good checkpoint is step {steps[-1]} in {self.checkpoints.folder}" if steps else ""
+            raise BlockdraftError(
+                f"step {self.step}: the loss or its gradient is not a finite number; conversations {', '.join(error.args)}; "
+                f"{last or 'there is no checkpoint yet'}; a lower learning_rate, or precision=float32, may help"
+            ) from None
 
     # ---- watching and keeping
 
@@ -328,7 +175,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """The estimate on held-out conversations and the real tau on their prompts, by the main process for all."""
-        weights, _ = get_state_dict(self.blocks, [], options=WHOLE)
+        weights, _ = get_state_dict(self.learner.blocks, [], options=WHOLE)
         tau: list[Any] = [None]
         if self.main:
             bare = _bare(weights)
@@ -338,11 +185,11 @@ class Trainer:
                 self.target, drafter, spread(held_out, self.config.evaluate_prompts), self.config.evaluate_tokens
             )
             tau = [real.tau]
-            estimate = self._estimate(bare)
-            self._note({"held_out": estimate, "real_tau": real.tau, "real_first_slot": real.first_slot})
+            figures = estimate(self.learner, bare)
+            self._note({"held_out": figures, "real_tau": real.tau, "real_first_slot": real.first_slot})
             told = f"tau {real.tau:.3f} in real decoding" if real.tau else "no held-out answer to decode"
             print(
-                f"blockdraft: step {self.step}: {told} (estimate on held-out conversations {estimate['estimated_tau']:.3f})",
+                f"blockdraft: step {self.step}: {told} (estimate on held-out conversations {figures['estimated_tau']:.3f})",
                 file=sys.stderr,
             )
         broadcast_object_list(tau)
@@ -352,21 +199,6 @@ class Trainer:
             self.best, self.worse = (self.step, float(tau[0])), 0
         else:
             self.worse += 1
-
-    def _estimate(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """Figures of held-out blocks, always the same ones, over the whole vocabulary."""
-        blocks = self._trained(fresh(self.run.network, weights)).eval()
-        c = self.config
-        rows = c.micro_rows or c.rows
-        held_out = Batches(self.run.documents.held_out, c.sequence_length, min(c.anchors, ESTIMATE_ANCHORS), rows, c.seed)
-        total: Sums | None = None
-        with torch.no_grad():
-            for step in range(held_out.steps_per_epoch):
-                batch = held_out.batch(held_out.step(step), 0).to(self.device)
-                _, sums = self.loss(blocks, batch, self.held_out_features, 0)
-                total = sums if total is None else total + sums
-        assert total is not None
-        return total.figures()
 
     def _note(self, figures: dict[str, Any]) -> None:
         if not self.main:
@@ -378,8 +210,8 @@ class Trainer:
             self.accelerator.log({k: v for k, v in _flat(figures).items() if isinstance(v, (int, float))}, step=self.step)
 
     def _save(self) -> None:
-        network, optimizer = get_state_dict(self.blocks, self.optimizer, options=WHOLE)
-        self.features.flush()
+        network, optimizer = get_state_dict(self.learner.blocks, self.learner.optimizer, options=WHOLE)
+        self.learner.features.flush()
         if self.main:
             state = {"best": self.best, "worse": self.worse, "documents_sha256": self.run.digest}
             self.checkpoints.save(self.step, _bare(network), optimizer, state, self.best and self.best[0])
@@ -411,7 +243,9 @@ class Trainer:
                     f"with init={self.out / 'drafter'}"
                 )
             prefixed: dict[str, Any] = {f"network.{name}": tensor for name, tensor in network.items()}
-            set_state_dict(self.blocks, self.optimizer, model_state_dict=prefixed, optim_state_dict=optimizer, options=WHOLE)
+            set_state_dict(
+                self.learner.blocks, self.learner.optimizer, model_state_dict=prefixed, optim_state_dict=optimizer, options=WHOLE
+            )
             self.step, self.worse = int(state["step"]), int(state["worse"])
             self.best = tuple(state["best"]) if state["best"] else None
         self._refuse_full_memory()
@@ -429,13 +263,13 @@ class Trainer:
         place = next(folder for folder in (self.out, *self.out.resolve().parents) if folder.exists())
         needed, free = 12 * parameters * (self.config.keep + 2), shutil.disk_usage(place).free
         if self.config.features == "disk" and not (self.out / "features" / "features.json").exists():
-            needed += self._features_bytes()
+            needed += self.learner.features_bytes()
         if needed > free:
             what = "checkpoints and features" if self.config.features == "disk" else "checkpoints"
             raise UsageError(f"{what} take {needed / 1e9:.2f} GB, {place} has {free / 1e9:.2f} GB free; use another out")
 
     def _refuse_full_memory(self) -> None:
-        needed, free = self._features_bytes(), available_memory()
+        needed, free = self.learner.features_bytes(), available_memory()
         if self.config.features == "memory" and needed > 0.8 * free:
             raise UsageError(
                 f"features take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free; use features=disk or online"
@@ -472,42 +306,6 @@ def refuse_trackers(names: Sequence[str]) -> None:
             raise UsageError(f"tracker {name!r} is unknown; use {', '.join(known)}")
         if name not in there:
             raise UsageError(f"tracker {name!r} is not installed; install its package, or leave it out of trackers")
-
-
-def noisy(features: Tensor, batch: Batch, taps: int, share: float, seed: int) -> Tensor:
-    """Features ``[rows, length, taps * hidden]`` with uniform noise of up to ``share`` standard deviations of each tap.
-
-    A row's noise is a function of seed, epoch and row alone, and so is its scale: however a batch is split, it is the same.
-    """
-    out = torch.empty_like(features)
-    for row, key in enumerate(batch.keys):
-        split = features[row].float().unflatten(-1, (taps, -1))  # [length, taps, hidden]
-        there = batch.documents[row] >= 0
-        spread = split[there].std(dim=(0, 2), keepdim=True) if bool(there.any()) else split[:1, :, :1] * 0
-        generator = torch.Generator(features.device).manual_seed(seed_of(seed, *key))
-        noise = torch.rand(split.shape, generator=generator, device=features.device) * 2 - 1
-        out[row] = (split + noise * spread * share).flatten(-2).to(features.dtype)
-    return out
-
-
-def revealed(batch: Batch, block_size: int, share: float, seed: int) -> Tensor:
-    """Which slots of which blocks are shown, bool ``[rows, anchors, block - 1]``: none, or each with a chance of its block's own.
-
-    A function of seed, epoch and row, like the noise.
-    """
-    rows = []
-    for key in batch.keys:
-        generator = torch.Generator().manual_seed(seed_of(seed, *key, 1))
-        chosen, chance = torch.rand(2, batch.anchors.shape[1], 1, generator=generator)
-        rows.append((chosen < share) & (torch.rand(batch.anchors.shape[1], block_size - 1, generator=generator) < chance))
-    return torch.stack(rows).to(batch.ids.device)
-
-
-def _behind(last: Tensor, batch: Batch, block_size: int) -> Tensor:
-    """What the head read ``[rows, anchors, block - 1, hidden]`` when the target chose each slot's token: one position earlier."""
-    index = batch.anchors[..., None] + torch.arange(block_size - 1, device=last.device)
-    flat = index.clamp(max=last.shape[1] - 1).flatten(1)[..., None].expand(-1, -1, last.shape[-1])
-    return last.gather(1, flat).view(*index.shape, -1)
 
 
 def _bare(weights: dict[str, Any]) -> dict[str, Tensor]:

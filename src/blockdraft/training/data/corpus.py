@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockdraft.errors import UsageError
+from blockdraft.files import lock, write_whole
 from blockdraft.load import digest_of
-from blockdraft.store import lock, write_whole
 from blockdraft.targets.target import Target
 
 SHARD_ROWS = 1024

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import UsageError
+from blockdraft.files import write_whole
 from blockdraft.prompts import PromptRefused, encode
-from blockdraft.store import write_whole
 from blockdraft.targets.target import Target
 from blockdraft.training.data.corpus import Corpus, Row, differing
 from blockdraft.training.data.questions import Given
