@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockdraft.engine import kernels as engine
 from blockdraft.training import loss as module
 from blockdraft.training.config import TrainConfig
 from blockdraft.training.loss import LossRule, Words, block_loss, choices, distillation, slot_weights, some_words
@@ -19,6 +20,8 @@ RULES = {
     "kl over the best": LossRule(ce_weight=0.3, kl_weight=0.7, kl_top_k=3),
     "d-pace": LossRule(dpace=0.5),
     "capped": LossRule(multiplier=0.5, softcap=3.0),
+    "d-pace and kl": LossRule(ce_weight=0.5, kl_weight=0.5, dpace=0.5),
+    "kl, capped": LossRule(ce_weight=0.2, kl_weight=0.8, multiplier=0.5, softcap=3.0),
 }
 
 
@@ -49,8 +52,10 @@ def plain(hidden, labels, valid, teacher, words, rule):
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("chunk", [1, 2, 100])
-def test_chunks_equal_one_piece(rule, chunk, monkeypatch):
-    """Value and gradient, whatever the chunks: against float64 autograd."""
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernel", "autograd"])
+def test_chunks_equal_one_piece(kernels, rule, chunk, monkeypatch):
+    """Value and gradient, whatever the chunks, by the kernel and by autograd: against float64 autograd."""
+    monkeypatch.setattr(engine, "_on", kernels)
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", chunk * 4 * 5 * 31)
     hidden, labels, valid, teacher, words = case()
     ours, reference = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
@@ -63,6 +68,40 @@ def test_chunks_equal_one_piece(rule, chunk, monkeypatch):
     counted = slot_weights(entropies, valid, rule).sum() if rule.dpace is None else valid.any(1).sum()
     assert float(weight) == pytest.approx(float(counted))
     assert not bool(correct[~valid].any())
+
+
+@given(
+    st.integers(0, 2**31), st.sampled_from([1, 3, 15, 16, 17, 33, 100]), st.sampled_from([0.1, 3.0, 40.0]), st.sampled_from([0, 1])
+)
+@settings(max_examples=60, deadline=None)
+def test_the_kernel_equals_autograd(seed, count, scale, offset):
+    """Costs and gradient of rows of any length, flat and peaked, with and without an offset: against float64."""
+    torch.manual_seed(seed)
+    logits, teacher = torch.randn(2, 5, count) * scale
+    labels, hard, soft = torch.randint(count, (5,)), torch.rand(5), torch.rand(5)
+    added = torch.where(torch.rand(count) < 0.3, 2.0, 0.0) if offset else None
+    exact = logits.double().requires_grad_()
+    shifted, wanted = (x if added is None else x + added for x in (exact, teacher.double()))
+    entropy = F.cross_entropy(shifted, labels, reduction="none")
+    divergence = F.kl_div(shifted.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    (hard * entropy + soft * divergence).sum().backward()
+    right = logits.argmax(-1) == labels
+    rows = engine.LossRows.of(logits.clone(), teacher.clone(), added, labels)
+    if rows is None:
+        pytest.skip(f"no kernels here: {engine.why_none()}")
+    tolerance = {"atol": 3e-6 * max(1.0, scale * 3), "rtol": 1e-5}
+    torch.testing.assert_close(rows.entropy.double(), entropy.detach(), **tolerance)
+    torch.testing.assert_close(rows.divergence.double(), divergence.detach(), **tolerance)
+    assert torch.equal(rows.right, right)
+    torch.testing.assert_close(rows.gradients(hard, soft).double(), exact.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_numbers_that_are_none_are_not_hidden():
+    """A row of NaN, or an infinite logit, costs what is not finite: the trainer stops."""
+    for broken in (float("nan"), float("inf")):
+        hidden, labels, valid, teacher, words = case()
+        hidden[0] = broken
+        assert not block_loss(hidden, labels, valid, teacher, words, RULES["d-pace and kl"])[0].isfinite()
 
 
 def test_no_gradient_is_computed_where_none_is_asked_for():

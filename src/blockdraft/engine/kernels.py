@@ -148,8 +148,47 @@ class Slots:
         self._run(self._buffers, self._heads, self._sizes, *sizes, nodes, ctypes.c_int64(len(path)))
 
 
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+class LossRows:
+    """Cross entropy, KL and their gradient for rows of logits ``[rows, words]``, float32, contiguous, on the CPU, in two readings.
+
+    The offset is added to the logits in place; ``gradients`` overwrites the draft's.
+
+    Args:
+        logits, teacher: the draft's and the target's; teacher None: cross entropy alone.
+        offset: ``[words]`` float32 added to both, or None.
+        labels: ``[rows]`` int64 among the words.
+
+    Attributes:
+        entropy, divergence: ``[rows]`` float32; KL is 0 without a teacher.
+        right: ``[rows]`` bool, whether the label was the best word before the offset.
+    """
+
+    def __init__(self, built: ctypes.CDLL, logits: Tensor, teacher: Tensor | None, offset: Tensor | None, labels: Tensor):
+        self._built, self._logits, self._teacher, self._labels = built, logits, teacher, labels.contiguous()
+        rows = len(logits)
+        costs = torch.empty(4, rows, dtype=torch.float32, device="cpu")
+        self.entropy, self.divergence, self._norm, self._teacher_norm = costs
+        self.right = torch.empty(rows, dtype=torch.bool, device="cpu")
+        self._sizes = [ctypes.c_int64(size) for size in logits.shape]
+        given = (logits, teacher, offset, self._labels)
+        built.loss_costs(*map(_address, given), *self._sizes, *map(_address, (*costs, self.right)))
+
+    @classmethod
+    def of(cls, logits: Tensor, teacher: Tensor | None, offset: Tensor | None, labels: Tensor) -> "LossRows | None":
+        """None where the kernel does not apply."""
+        built = library() if logits.device.type == "cpu" else None
+        return None if built is None else cls(built, logits, teacher, offset, labels)
+
+    def gradients(self, hard: Tensor, soft: Tensor) -> Tensor:
+        """``hard * d entropy + soft * d divergence`` by the logits, in their memory; the weights are ``[rows]`` float32."""
+        given = (self._logits, self._teacher, self._labels)
+        weights = (self._norm, self._teacher_norm, hard.contiguous(), soft.contiguous())
+        self._built.loss_gradients(*map(_address, given), *self._sizes, *map(_address, weights))
+        return self._logits
+
+
+def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def use_kernels(on: bool) -> None:
@@ -212,7 +251,7 @@ def _build() -> ctypes.CDLL | str:
 
 def kernel_digest() -> str:
     """Of the kernels' sources, flags and processor."""
-    text = "".join(Path(__file__).with_name(file).read_text() for file in ("linear.c", "attend.c", "tree.c", "layers.c"))
+    text = "".join(Path(__file__).with_name(file).read_text() for file in ("linear.c", "attend.c", "tree.c", "loss.c", "layers.c"))
     return hashlib.sha256(f"{text}{FLAGS}{processor()}".encode()).hexdigest()[:16]
 
 

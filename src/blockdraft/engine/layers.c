@@ -7,6 +7,7 @@
 #include "linear.c"
 #include "attend.c"
 #include "tree.c"
+#include "loss.c"
 
 typedef struct {
   const float *attention_norm, *query_norm, *key_norm, *mlp_norm;  // the two in the middle may be NULL

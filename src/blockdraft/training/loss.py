@@ -1,7 +1,8 @@
 """The loss of drafted blocks: cross entropy and distillation over the vocabulary, in chunks, with its gradient at once.
 
 The logits of all slots at a time would be the largest tensor of a training step by far. Here a chunk of blocks goes through the
-frozen head, its loss and the gradient of its hidden states are computed, and its logits are gone before the next chunk.
+frozen head, its loss and the gradient of its hidden states are computed, and its logits are gone before the next chunk. On CPUs a
+kernel (``engine/loss.c``) reads a chunk's logits twice, while they are near; elsewhere autograd does the same.
 """
 
 import math
@@ -11,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 1 << 30}  # of one chunk's float32 logits
+from blockdraft.engine.kernels import LossRows
+
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}  # of one chunk's float32 logits
 
 
 @dataclass(frozen=True)
@@ -171,19 +174,22 @@ class BlockLoss(torch.autograd.Function):
         correct = torch.zeros_like(valid)
         for start in range(0, blocks, size):
             part = slice(start, start + size)
-            chunk = hidden[part].detach().requires_grad_(asked[0])
-            with torch.set_grad_enabled(any(asked)):
-                loss, weights, entropies[part], correct[part] = chunk_loss(
-                    chunk, labels[part], valid[part], None if teacher is None else teacher[part], words, theirs, rule
-                )
-            total += loss.detach()
-            counted += weights
-            wanted = [x for x in (chunk, head) if x.requires_grad]
-            found = iter(torch.autograd.grad(loss, wanted)) if wanted else iter(())
-            if gradients[0] is not None:
-                gradients[0][part] = next(found)
-            if gradients[1] is not None:
-                gradients[1] += next(found)
+            theirs_here = None if teacher is None else teacher[part]
+            given = (hidden[part].detach(), labels[part], valid[part], theirs_here, words, theirs, rule)
+            told = None if asked[1] else fused_loss(*given, wanted=asked[0])
+            if told is None:
+                with torch.set_grad_enabled(any(asked)):
+                    told = chunk_loss(given[0].requires_grad_(asked[0]), *given[1:])
+                asking = [x for x in (given[0], head) if x.requires_grad]
+                found = iter(torch.autograd.grad(told.loss, asking)) if asking else iter(())
+                told.gradient = next(found) if asked[0] else None
+                if gradients[1] is not None:
+                    gradients[1] += next(found)
+            total += told.loss.detach()
+            counted += told.counted
+            entropies[part], correct[part] = told.entropy, told.correct
+            if gradients[0] is not None and told.gradient is not None:
+                gradients[0][part] = told.gradient
         ctx.gradients = gradients
         ctx.mark_non_differentiable(counted, entropies, correct)
         return total, counted, entropies, correct
@@ -194,6 +200,17 @@ class BlockLoss(torch.autograd.Function):
         return *scaled, None, None, None, None, None, None
 
 
+@dataclass
+class Told:
+    """What a chunk of blocks told; as in ``block_loss``, and the gradient of its hidden states."""
+
+    loss: Tensor
+    counted: Tensor
+    entropy: Tensor
+    correct: Tensor
+    gradient: Tensor | None = None
+
+
 def chunk_loss(
     hidden: Tensor,
     labels: Tensor,
@@ -202,11 +219,9 @@ def chunk_loss(
     words: Words,
     theirs: Words,
     rule: LossRule,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss of a few blocks at once; shapes and results as in BlockLoss."""
-    logits = words.logits(hidden) * rule.multiplier
-    if rule.softcap is not None:
-        logits = torch.tanh(logits / rule.softcap) * rule.softcap
+) -> Told:
+    """The loss of a few blocks at once, by autograd; arguments as in ``block_loss``."""
+    logits = capped(words.logits(hidden), rule)
     index = words.index(labels)
     correct = (logits.detach().max(dim=-1).indices == index) & valid
     if words.offset is not None:
@@ -220,5 +235,58 @@ def chunk_loss(
             wanted = wanted if theirs.offset is None else wanted + theirs.offset
         cost = cost + rule.kl_weight * distillation(logits, wanted, rule.kl_top_k)
     weights = slot_weights(entropy, valid, rule)
-    counted = weights.sum() if rule.dpace is None else valid.any(dim=1).sum().float()
-    return (torch.where(valid, cost, 0.0) * weights).sum(), counted, entropy.detach(), correct
+    return Told(weighed(cost, weights, valid), count(weights, valid, rule), entropy.detach(), correct)
+
+
+def fused_loss(
+    hidden: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    teacher: Tensor | None,
+    words: Words,
+    theirs: Words,
+    rule: LossRule,
+    wanted: bool = True,
+) -> Told | None:
+    """The same in two readings of the logits, where a kernel does them (CPUs; KL over all words, a frozen head); else None.
+
+    By the logits the gradient of cross entropy is ``p - label``, that of forward KL ``p - q``.
+
+    Args:
+        wanted: the gradient too.
+    """
+    if rule.kl_top_k or theirs.offset is not words.offset:
+        return None
+    logits = capped(words.logits(hidden), rule).flatten(0, 1)
+    bent = None if rule.softcap is None else 1 - (logits / rule.softcap).square()  # how much the cap lets through
+    teaching = theirs.logits(teacher).flatten(0, 1) if rule.kl_weight and teacher is not None else None
+    rows = LossRows.of(logits, teaching, words.offset, words.index(labels).flatten())
+    if rows is None:
+        return None
+    entropy = rows.entropy.view(valid.shape)
+    cost = rule.ce_weight * entropy + rule.kl_weight * rows.divergence.view(valid.shape)
+    weights = slot_weights(entropy, valid, rule)
+    told = Told(weighed(cost, weights, valid), count(weights, valid, rule), entropy, rows.right.view(valid.shape) & valid)
+    if wanted:
+        flat = weights.flatten()
+        gradient = rows.gradients(rule.ce_weight * flat, rule.kl_weight * flat)
+        gradient = gradient if bent is None else gradient * bent
+        gradient = gradient.to(words.weight.dtype) @ words.weight
+        told.gradient = (rule.multiplier * gradient).to(hidden.dtype).view(hidden.shape)
+    return told
+
+
+def capped(logits: Tensor, rule: LossRule) -> Tensor:
+    """What the drafter does to the head's logits."""
+    logits = logits if rule.multiplier == 1.0 else logits * rule.multiplier
+    return logits if rule.softcap is None else torch.tanh(logits / rule.softcap) * rule.softcap
+
+
+def weighed(cost: Tensor, weights: Tensor, valid: Tensor) -> Tensor:
+    """The sum of slots' costs by their weights."""
+    return (torch.where(valid, cost, 0.0) * weights).sum()
+
+
+def count(weights: Tensor, valid: Tensor, rule: LossRule) -> Tensor:
+    """What a batch's loss is divided by in the end: the sum of weights; with D-PACE, blocks that have a valid slot."""
+    return weights.sum() if rule.dpace is None else valid.any(dim=1).sum().float()
