@@ -19,7 +19,7 @@ from tests.doubles import random_drafter
 
 RECIPE = {
     "dtype": "float32",
-    "precision": "float32",  # "auto" is bfloat16 on some processors
+    "precision": "float32",  # "auto" is what is fastest
     "device": "cpu",
     "init": "scratch",
     "layers": 2,

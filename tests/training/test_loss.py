@@ -120,7 +120,7 @@ def test_choices_are_the_teachers_whole_vocabulary_in_chunks(monkeypatch):
 @pytest.mark.parametrize(("block", "gamma", "last"), [(16, 7.0, 0.135), (10, 5.0, 0.202), (8, 4.0, 0.223)])
 def test_decay_of_the_paper(block, gamma, last):
     """T24: the weights of the recipe for the paper's block sizes (method.md 1.5)."""
-    assert TrainConfig(block_size=block).decay == gamma
+    assert TrainConfig(block_size=block).slot_decay == gamma
     valid = torch.ones(1, block - 1, dtype=torch.bool)
     weights = slot_weights(torch.zeros(1, block - 1), valid, LossRule(decay=gamma))[0]
     assert float(weights[0]) == 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import socket
@@ -24,9 +25,11 @@ from blockdraft.training import augment, learner, unrolled
 from blockdraft.training import trainer as module
 from blockdraft.training.batches import Batch
 from blockdraft.training.blocks import Blocks
+from blockdraft.training.config import TrainConfig
 from blockdraft.training.data.corpus import identity
 from blockdraft.training.evaluate import as_drafter, decode_held_out
 from blockdraft.training.initial import plain_norm
+from blockdraft.training.optimizer import rate_share
 from blockdraft.training.trainer import Trainer
 from tests import tiny
 from tests.recipes import KINDS, make_corpus, recipe
@@ -483,6 +486,57 @@ def test_warm_start_goes_on_from_a_drafter(place, tmp_path):
     shorter = make(place, tmp_path / "fifth", init=str(folder), block_size=4, max_steps=5)
     drafted = load_drafter(shorter.train(), shorter.target)
     assert drafted.block_size == 4, "no weight depends on it"
+
+
+CONSTANT = {"schedule": "wsd", "warmup": 2, "checkpoint_every": 100, "feature_noise": 0.1, "dropout": 0.1}
+
+
+def test_a_constant_rate_falls_in_the_last_steps():
+    def shares(steps, **changes):
+        config = dataclasses.replace(TrainConfig(schedule="wsd", warmup=2), **changes)
+        return [rate_share(step, steps, config) for step in range(steps)]
+
+    assert shares(6) == [0.5, 1, 1, 1, 1, 1]
+    falling = shares(10, decay=0.4, floor=0.1)
+    assert falling[:6] == [0.5, 1, 1, 1, 1, 1] and falling[-1] == pytest.approx(0.1)
+    assert falling[6:] == pytest.approx([0.1 + 0.9 * (1 - math.sqrt(i / 4)) for i in (1, 2, 3, 4)])
+    assert shares(20, warmup=0.1) == shares(20)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_branch_equals_a_plain_decay_to_the_bit(optimizer, place, tmp_path):
+    """A run at a constant rate, left at step 6 and decayed in a folder of its own: what one run with that decay would have been."""
+    changes = {**CONSTANT, "optimizer": optimizer}
+    whole = make(place, tmp_path / "whole", max_steps=10, decay=0.4, floor=0.1, **changes)
+    whole.train()
+    trunk = make(place, tmp_path / "trunk", max_steps=6, **changes)
+    trunk.train()
+    branch = make(place, tmp_path / "branch", branch=str(tmp_path / "trunk"), max_steps=10, decay=0.4, floor=0.1, **changes)
+    branch.train()
+    assert all(torch.equal(tensor, weights(branch)[name]) for name, tensor in weights(whole).items())
+    assert any(not torch.equal(tensor, weights(trunk)[name]) for name, tensor in weights(whole).items())
+    first = json.loads((tmp_path / "branch" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] > 6
+    again = make(place, tmp_path / "branch", branch=str(tmp_path / "trunk"), max_steps=10, decay=0.4, floor=0.1, **changes)
+    again.train()  # its own checkpoint goes before the trunk's
+    assert again.step == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"branch": "nowhere"}, "has no checkpoint"),
+        ({"max_steps": 6}, "give more max_steps"),
+        ({"learning_rate": 1e-4}, "holds a run with learning_rate 0.003 instead of 0.0001; take another out or branch"),
+        ({"seed": 3}, "holds a run with seed 0 instead of 3"),
+    ],
+)
+def test_a_branch_of_something_else_is_refused(changes, told, place, tmp_path):
+    make(place, tmp_path / "trunk", max_steps=6, **CONSTANT).train()
+    given = {"max_steps": 10, "decay": 0.4, "branch": str(tmp_path / "trunk"), **CONSTANT, **changes}
+    with pytest.raises(UsageError, match=told):
+        make(place, tmp_path / "branch", **given).train()
+    assert not (tmp_path / "branch" / "checkpoints").exists()
 
 
 def test_layers_of_the_target_are_a_start(place, tmp_path):

@@ -40,8 +40,12 @@ class TrainConfig:
     thinking: bool | None = option(None, "the thinking mode that the corpora must be of; null: whichever, but the same")
     out: str = option("", "run folder: checkpoints, metrics.jsonl, the drafter; started again, the run goes on")
     device: str | None = option(None, "cpu, cuda or cuda:N; null: the best there is (under accelerate: its own)")
-    dtype: str | None = option(None, "of the target; null: bfloat16 where the hardware multiplies it")
-    precision: str = option("auto", "of the drafter's products; weights stay float32", ("auto", "float32", "bfloat16"))
+    dtype: str | None = option(None, "of the target; null: as precision's auto")
+    precision: str = option(
+        "auto",
+        "of the drafter's products; weights stay float32. auto: what this processor multiplies fastest, measured; bfloat16 on GPUs",
+        ("auto", "float32", "bfloat16"),
+    )
     seed: int = option(0, "decides initial weights, order, anchors, noise")
 
     # ---- the drafter
@@ -94,8 +98,15 @@ class TrainConfig:
     muon_learning_rate: float = option(0.02, "peak, of the matrices", least=0)
     weight_decay: float = option(0.0, "decoupled; matrices only", least=0)
     betas: list[float] = option([0.9, 0.95], "of AdamW")
-    warmup: float = option(0.04, "share of the steps", least=0, most=1)
-    floor: float = option(0.0, "last learning rate as a share of the peak, along a cosine", least=0, most=1)
+    schedule: str = option(
+        "cosine", "cosine: down to the last step; wsd: constant, then a short decay (arXiv 2405.18392)", ("cosine", "wsd")
+    )
+    warmup: float = option(0.04, "share of the steps; from 1 on: so many steps", least=0)
+    decay: float = option(0.0, "wsd: share of the steps, the last ones, in which the rate falls; 0: it stays", least=0, most=1)
+    floor: float = option(0.0, "last learning rate as a share of the peak", least=0, most=1)
+    branch: str | None = option(
+        None, "run folder of the same recipe and corpus: begin at its newest checkpoint, optimiser and step included"
+    )
     clip: float = option(1.0, "largest gradient norm", least=1e-6)
     epochs: float = option(6, "passes over the corpus", least=0)
     max_steps: int | None = option(None, "end after so many steps; null: after the epochs", least=1)
@@ -132,6 +143,10 @@ class TrainConfig:
             raise UsageError("kl_top_k has no effect while kl_weight is 0; raise kl_weight or leave kl_top_k out")
         if self.gamma is not None and self.dpace is not None:
             raise UsageError("gamma and dpace are two rules for the same weights; leave one of them out")
+        if self.schedule == "cosine" and self.decay:
+            raise UsageError("decay has no effect with schedule cosine; use schedule=wsd or leave it out")
+        if self.schedule == "wsd" and not self.decay and self.floor:
+            raise UsageError("floor has no effect with schedule wsd and no decay; give decay, or leave floor out")
         if self.optimizer != "muon" and self.muon_learning_rate != 0.02:
             raise UsageError("muon_learning_rate has no effect with optimizer adamw; use optimizer=muon or leave it out")
         if self.head_dim is not None and self.head_dim % 2:
@@ -140,7 +155,7 @@ class TrainConfig:
             raise UsageError(f"betas is {self.betas}; it must be two numbers from 0 to below 1")
 
     @property
-    def decay(self) -> float:
+    def slot_decay(self) -> float:
         """Gamma of the position weights: given, the papers', or interpolated to B/2 for other block sizes."""
         usual = EAGLE3_GAMMA if self.drafter == "eagle3" else GAMMA.get(self.block_size, self.block_size / 2)
         return self.gamma or usual

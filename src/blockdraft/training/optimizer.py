@@ -68,13 +68,21 @@ def _head(name: str, config: TrainConfig) -> bool:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: TrainConfig) -> float:
-    """Set the rates of ``step`` (from 0): linear warm-up, then a cosine to ``floor``. Returns the share of the peak."""
-    warmup = max(1, round(config.warmup * steps))
-    if step < warmup:
-        share = (step + 1) / warmup
-    else:
-        along = (step - warmup) / max(1, steps - warmup)
-        share = config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * along))
+    """Set the rates of ``step`` (from 0) of ``steps``. Returns the share of the peak."""
+    share = rate_share(step, steps, config)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * share
     return share
+
+
+def rate_share(step: int, steps: int, config: TrainConfig) -> float:
+    """Linear warm-up; then a cosine to ``floor``, or a constant rate and a decay by ``1 - sqrt`` (arXiv 2405.18392, section 3)."""
+    warmup = max(1, round(config.warmup * steps if config.warmup < 1 else config.warmup))
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.schedule == "cosine":
+        along = (step - warmup) / max(1, steps - warmup)
+        return config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * along))
+    falling = round(config.decay * steps)
+    along = max(0, step + 1 - (steps - falling)) / max(1, falling)
+    return config.floor + (1 - config.floor) * (1 - math.sqrt(along)) if along else 1.0

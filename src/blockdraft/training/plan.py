@@ -85,7 +85,7 @@ def plan(run: Run, precision: torch.dtype) -> str:
     kept = 0 if c.features == "online" else features.bytes()
     memory = 16 * parameters + run.words.weight.numel() * 4 + (kept if c.features == "memory" else 0)
     precise, of_target = (str(x).removeprefix("torch.") for x in (precision, run.target.dtype))
-    weighing = f"D-PACE {c.dpace:g}" if c.dpace else f"exp(-(k-1)/{c.decay:g})"
+    weighing = f"D-PACE {c.dpace:g}" if c.dpace else f"exp(-(k-1)/{c.slot_decay:g})"
     told = {
         "target": [f"{run.target.name}, {len(run.target.layers)} layers of width {run.target.hidden_size}", of_target, device],
         "corpus": [f"{', '.join(c.corpus)}: {len(documents.train):,} conversations", f"{answer:,} answer tokens"],

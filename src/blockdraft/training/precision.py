@@ -34,12 +34,10 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
         pass
     seconds = measure(product_seconds)
     choice = min(range(len(CHOICES)), key=seconds.__getitem__)
-    rates = [
-        f"{str(dtype).removeprefix('torch.')} {3 * 2 * ROWS * WIDTH * WIDE / s / 1e9:.0f}"
-        for dtype, s in zip(CHOICES, seconds, strict=True)
-    ]
+    flop = 3 * 2 * ROWS * WIDTH * WIDE
+    rates = [f"{name} at {flop / least / 1e9:.0f} GFLOP/s" for name, least in zip(("float32", "bfloat16"), seconds, strict=True)]
     print(
-        f"blockdraft: training multiplies in the faster of {' and '.join(rates)} GFLOP/s; kept for the next start", file=sys.stderr
+        f"blockdraft: training takes the faster of {' and '.join(rates)}; measured once, kept for the next start", file=sys.stderr
     )
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

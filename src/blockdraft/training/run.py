@@ -11,13 +11,14 @@ from torch import Tensor
 from blockdraft.drafters.eagle3 import Eagle3, Eagle3Config
 from blockdraft.drafters.network import DFlash
 from blockdraft.errors import UsageError
-from blockdraft.load import load_target, resolve_dtype
+from blockdraft.load import load_target, resolve_device, resolve_dtype
 from blockdraft.targets.target import Target
 from blockdraft.training.batches import Batches
 from blockdraft.training.config import TrainConfig
 from blockdraft.training.documents import Documents, frequent_words, read_documents
 from blockdraft.training.initial import first_eagle3, first_network
 from blockdraft.training.loss import LossRule, Words
+from blockdraft.training.precision import fastest_dtype
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Run:
     def rule(self) -> LossRule:
         c, d = self.config, self.network.config
         scale, cap = (1.0, None) if isinstance(d, Eagle3Config) else (d.output_multiplier, d.softcap)
-        return LossRule(c.ce_weight, c.kl_weight, c.kl_top_k, c.decay, c.dpace, scale, cap)
+        return LossRule(c.ce_weight, c.kl_weight, c.kl_top_k, c.slot_decay, c.dpace, scale, cap)
 
     @cached_property
     def words(self) -> Words:
@@ -65,7 +66,8 @@ def prepare(config: TrainConfig, device: str | None = None) -> Run:
     Raises:
         UsageError: anything in the config that does not fit target, corpus or machine.
     """
-    target = load_target(config.target, config.dtype, config.device or device)
+    place = resolve_device(config.device or device)
+    target = load_target(config.target, config.dtype or fastest_dtype(place), str(place))
     target.model.requires_grad_(False)
     documents = read_documents(config.corpus, target, config.sequence_length, config.held_out, config.seed, config.thinking)
     longest = max(len(d.ids) - d.start for d in documents.train)
@@ -95,4 +97,4 @@ def refuse_undistillable(target: Target) -> None:
 
 def precision_of(config: TrainConfig, device: torch.device) -> torch.dtype:
     """What the drafter multiplies in."""
-    return resolve_dtype(None if config.precision == "auto" else config.precision, device)
+    return fastest_dtype(device) if config.precision == "auto" else resolve_dtype(config.precision, device)

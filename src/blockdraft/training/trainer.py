@@ -40,6 +40,8 @@ FREE = frozenset(
         "out log_every evaluate_every evaluate_prompts evaluate_tokens checkpoint_every keep trackers features shortlist thinking"
     ).split()
 )
+# Keys of which a branch has its own: its end, how the rate comes down, and where it came from.
+BRANCHING = FREE | frozenset("branch schedule warmup decay floor max_steps epochs patience init".split())
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -102,6 +104,8 @@ class Trainer:
                         "gradient_norm": norm,
                         "rate": rate,
                         "processes": self.parts,
+                        "precision": str(self.learner.precision).removeprefix("torch."),
+                        "target_dtype": str(self.target.dtype).removeprefix("torch."),
                     }
                     self._note(figures)
                     progress.note(_line(figures, self.best))
@@ -226,28 +230,12 @@ class Trainer:
         values = asdict(self.config)
         manifest = self.out / "config.yaml"
         if manifest.exists():
-            # A run begun before a field existed ran with what is now that field's default.
-            found = asdict(TrainConfig()) | yaml.safe_load(manifest.read_text())
-            differing = [key for key in values if key not in FREE and found.get(key) != values[key]]
-            if differing:
-                key = differing[0]
-                raise UsageError(
-                    f"{self.out} holds a run with {key} {found.get(key)!r} instead of {values[key]!r}; take another out"
-                )
-        steps = self.checkpoints.steps()
-        if steps:
-            network, optimizer, state = self.checkpoints.load(steps[-1])
-            if state["documents_sha256"] != self.run.digest:
-                raise UsageError(
-                    f"the corpus has changed since {self.out} began, and so has the order of its batches; start another run "
-                    f"with init={self.out / 'drafter'}"
-                )
-            prefixed: dict[str, Any] = {f"network.{name}": tensor for name, tensor in network.items()}
-            set_state_dict(
-                self.learner.blocks, self.learner.optimizer, model_state_dict=prefixed, optim_state_dict=optimizer, options=WHOLE
-            )
-            self.step, self.worse = int(state["step"]), int(state["worse"])
-            self.best = tuple(state["best"]) if state["best"] else None
+            self._refuse_another_recipe(manifest, FREE)
+        if self.checkpoints.steps():
+            state = self._take(self.checkpoints)
+            self.worse, self.best = int(state["worse"]), tuple(state["best"]) if state["best"] else None
+        elif self.config.branch is not None:
+            self._branch(Path(self.config.branch).expanduser())
         self._refuse_full_memory()
         if self.main:
             self._refuse_full_disk()
@@ -257,6 +245,46 @@ class Trainer:
         if self.config.trackers:
             self.accelerator.init_trackers("blockdraft", {key: str(value) for key, value in values.items()})
         self.accelerator.wait_for_everyone()
+
+    def _branch(self, trunk: Path) -> None:
+        """Begin where another run is now, on the way to an end of our own."""
+        checkpoints = Checkpoints(trunk, self.config.keep)
+        if not checkpoints.steps():
+            raise UsageError(f"branch is {trunk}, which has no checkpoint; name the folder of a run that has one")
+        self._refuse_another_recipe(trunk / "config.yaml", BRANCHING)
+        self._take(checkpoints)
+        if self.step >= self.run.steps:
+            raise UsageError(
+                f"branch {trunk} is at step {self.step} already, and this run ends at {self.run.steps}: give more max_steps"
+            )
+
+    def _take(self, checkpoints: Checkpoints) -> dict[str, Any]:
+        """Weights, optimiser and step of the newest checkpoint; returns what else it holds."""
+        network, optimizer, state = checkpoints.load(checkpoints.steps()[-1])
+        run = checkpoints.folder.parent
+        if state["documents_sha256"] != self.run.digest:
+            raise UsageError(
+                f"the corpus has changed since {run} began, and so has the order of its batches; start another run "
+                f"with init={run / 'drafter'}"
+            )
+        weights: dict[str, Any] = {f"network.{name}": tensor for name, tensor in network.items()}
+        blocks, optimizers = self.learner.blocks, self.learner.optimizer
+        set_state_dict(blocks, optimizers, model_state_dict=weights, optim_state_dict=optimizer, options=WHOLE)
+        self.step = int(state["step"])
+        return dict(state)
+
+    def _refuse_another_recipe(self, manifest: Path, free: frozenset[str]) -> None:
+        """Hold a run's recipe against this one but for ``free`` keys."""
+        values = asdict(self.config)
+        # A run begun before a field existed ran with what is now that field's default.
+        found = asdict(TrainConfig()) | yaml.safe_load(manifest.read_text())
+        differing = [key for key in values if key not in free and found.get(key) != values[key]]
+        if differing:
+            key = differing[0]
+            raise UsageError(
+                f"{manifest.parent} holds a run with {key} {found.get(key)!r} instead of {values[key]!r}; take another out"
+                + (" or branch" if free is BRANCHING else "")
+            )
 
     def _refuse_full_disk(self) -> None:
         parameters = sum(p.numel() for p in self.run.network.parameters())
