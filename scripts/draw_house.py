@@ -23,7 +23,7 @@ def arrows() -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for name, text in texts().items():
         for other, _, _ in imports_of(text) if name != "__init__" else ():
-            if other and room_of(name) != room_of(other):
+            if room_of(other) and room_of(name) != room_of(other):
                 found[room_of(name), room_of(other)] += 1
     return found
 

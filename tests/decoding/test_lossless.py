@@ -1,4 +1,4 @@
-"""Greedy fp32 output is the target's own, whatever the drafter, the block, the batch and the family (traps.md T4)."""
+"""Greedy fp32 output is the target's own, whatever the drafter, the block, the batch and the family."""
 
 import pytest
 import torch

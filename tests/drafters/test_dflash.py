@@ -1,4 +1,4 @@
-"""The DFlash drafter: training forward = decoding forward, and who sees whom (traps.md T1, T2, T15)."""
+"""The DFlash drafter: training forward = decoding forward, and who sees whom."""
 
 import pytest
 import torch

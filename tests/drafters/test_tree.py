@@ -511,19 +511,23 @@ def test_costs_are_measured_in_two_contexts_and_kept(llama, monkeypatch):
 def test_costs_of_a_busy_machine_are_not_believed_later(llama, tmp_path, monkeypatch):
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     drafter = random_drafter(llama)
-    real, measured = probe.measure, []
-    monkeypatch.setattr(probe, "measure", lambda *pair: measured.append(1) or real(*pair))
-    monkeypatch.setattr(probe, "_step", lambda target: 0.01)  # a real step of a tiny target varies by more than is believed
+    measured, steps = [], [0.01, 0.04]
+    costs = Costs(((1, 0.01), (8, 0.02)), ((2, 0.001), (4, 0.001)))
+    monkeypatch.setattr(probe, "measure", lambda *pair: measured.append(1) or costs)
+    monkeypatch.setattr(probe, "_step", lambda target: steps.pop() if steps else 0.01)
+    costs_of(llama, drafter)
+    assert not (tmp_path / "costs").exists(), "a plain step took four times as long before as after: they are not kept"
+    measured.clear()
     first = costs_of(llama, drafter)
     assert costs_of(llama, drafter) == first
     assert len(measured) == 1, "the second time they come from the store"
     [place] = (tmp_path / "costs").iterdir()
     kept = json.loads(place.read_text())
-    kept["verify"] = [[tokens, 100 * seconds] for tokens, seconds in kept["verify"]]
-    kept["step"] *= 100
-    place.write_text(json.dumps(kept))
-    assert costs_of(llama, drafter).of_verify(1) < 50 * first.of_verify(1)
-    assert len(measured) == 2
+    slow = [[tokens, 100 * seconds] for tokens, seconds in kept["verify"]]
+    for count, changes in enumerate(({"verify": slow, "step": 1.0}, {"verify": slow}), 2):  # busy all along, or until the end
+        place.write_text(json.dumps(kept | changes))
+        assert costs_of(llama, drafter) == first
+        assert len(measured) == count
 
 
 def test_a_large_tree_fits(llama, prompts):

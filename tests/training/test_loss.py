@@ -70,6 +70,10 @@ def test_chunks_equal_one_piece(kernels, rule, chunk, monkeypatch):
     assert not bool(correct[~valid].any())
 
 
+compiled = pytest.mark.skipif(engine.library() is None, reason="no C compiler")
+
+
+@compiled
 @given(
     st.integers(0, 2**31), st.sampled_from([1, 3, 15, 16, 17, 33, 100]), st.sampled_from([0.1, 3.0, 40.0]), st.sampled_from([0, 1])
 )
@@ -86,14 +90,42 @@ def test_the_kernel_equals_autograd(seed, count, scale, offset):
     divergence = F.kl_div(shifted.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="none").sum(-1)
     (hard * entropy + soft * divergence).sum().backward()
     right = logits.argmax(-1) == labels
-    rows = engine.LossRows.of(logits.clone(), teacher.clone(), added, labels)
-    if rows is None:
-        pytest.skip(f"no kernels here: {engine.why_none()}")
+    rows = engine.LossRows(engine.library(), logits.clone(), teacher.clone(), added, labels)
     tolerance = {"atol": 3e-6 * max(1.0, scale * 3), "rtol": 1e-5}
     torch.testing.assert_close(rows.entropy.double(), entropy.detach(), **tolerance)
     torch.testing.assert_close(rows.divergence.double(), divergence.detach(), **tolerance)
     assert torch.equal(rows.right, right)
     torch.testing.assert_close(rows.gradients(hard, soft).double(), exact.grad, atol=1e-5, rtol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"labels": torch.tensor([0, 9])}, "a label"),
+        ({"labels": torch.tensor([-1, 3])}, "a label"),
+        ({"labels": torch.tensor([0, 3], dtype=torch.int32)}, "a label"),
+        ({"offset": torch.zeros(9, dtype=torch.float64)}, "float64"),
+        ({"offset": torch.zeros(8)}, "over 9 words"),
+        ({"logits": torch.zeros(9, 2).t()}, "not contiguous"),
+        ({"teacher": torch.zeros(2, 9, dtype=torch.bfloat16)}, "bfloat16"),
+    ],
+)
+def test_the_kernel_reads_and_writes_its_rows_alone(given, told):
+    usual = {"logits": torch.zeros(2, 9), "teacher": torch.zeros(2, 9), "offset": None, "labels": torch.tensor([0, 8])}
+    engine.LossRows(engine.library(), **usual)
+    with pytest.raises((IndexError, RuntimeError), match=told):
+        engine.LossRows(engine.library(), **{**usual, **given})
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_head_is_multiplied_once(kernels, monkeypatch):
+    """By the kernel and without it: one product of the draft and one of the teacher for each chunk."""
+    monkeypatch.setattr(engine, "_on", kernels)
+    made, right = [], Words.logits
+    monkeypatch.setattr(Words, "logits", lambda self, hidden: made.append(1) or right(self, hidden))
+    block_loss(*case(), RULES["kl"])
+    assert len(made) == 2
 
 
 def test_numbers_that_are_none_are_not_hidden():
@@ -102,6 +134,11 @@ def test_numbers_that_are_none_are_not_hidden():
         hidden, labels, valid, teacher, words = case()
         hidden[0] = broken
         assert not block_loss(hidden, labels, valid, teacher, words, RULES["d-pace and kl"])[0].isfinite()
+        if engine.library() is not None:  # one word that is not the label, in a vector and behind the last one
+            for word in (3, 32):
+                logits = torch.zeros(1, 33)
+                logits[0, word] = broken
+                assert not engine.LossRows(engine.library(), logits, None, None, torch.tensor([5])).entropy.isfinite()
 
 
 def test_no_gradient_is_computed_where_none_is_asked_for():
@@ -119,7 +156,7 @@ def test_choices_are_the_teachers_whole_vocabulary_in_chunks(monkeypatch):
 
 @pytest.mark.parametrize(("block", "gamma", "last"), [(16, 7.0, 0.135), (10, 5.0, 0.202), (8, 4.0, 0.223)])
 def test_decay_of_the_paper(block, gamma, last):
-    """T24: the weights of the recipe for the paper's block sizes (method.md 1.5)."""
+    """T24: the weights of the recipe for the paper's block sizes (arXiv 2602.06036, appendix)."""
     assert TrainConfig(block_size=block).slot_decay == gamma
     valid = torch.ones(1, block - 1, dtype=torch.bool)
     weights = slot_weights(torch.zeros(1, block - 1), valid, LossRule(decay=gamma))[0]

@@ -32,27 +32,39 @@ FORMAT = 6  # changes when what is measured does
 def costs_of(target: Target, drafter: DFlashDrafter) -> Costs:
     """The pair's costs: from the store, or measured now, which takes seconds, said on stderr.
 
-    What the store says is believed if a plain step takes about as long now: it may have been measured on a busy machine.
+    What was measured on a busy machine is not kept, and what the store says is believed only if a plain step takes as long now.
     """
     place = store_folder() / "costs" / f"{_key(target, drafter)}.json"
     try:
         found = json.loads(place.read_text())
         kept = _restored(found)
-        if 1 / CHANGED < _step(target) / float(found["step"]) < CHANGED:
+        if _alike(_step(target), float(found["step"]), kept.of_verify(1)):
             return kept
     except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
         pass
-    began = time.perf_counter()
+    began, before = time.perf_counter(), _step(target)
     with Progress("Measuring what tokens cost here, once", 1):
         costs = measure(target, drafter)
+    after = _step(target)
+    if not _alike(before, after, costs.of_verify(1)):
+        print(
+            "blockdraft: this machine is busy: what tokens cost is measured again at the next start",
+            file=sys.stderr,
+        )
+        return costs
     if time.perf_counter() - began > 1:
         print("blockdraft: measured what tokens cost on this machine, once; kept for the next start", file=sys.stderr)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, lambda path: path.write_text(json.dumps({**asdict(costs), "step": _step(target)})))
+        write_whole(place, lambda path: path.write_text(json.dumps({**asdict(costs), "step": after})))
     except OSError:
         pass  # a store that cannot be written costs a measurement per start, and nothing else
     return costs
+
+
+def _alike(step: float, again: float, in_context: float) -> bool:
+    """Whether a plain step took as long both times, and about as long as one measured on the way, in a context of ``CONTEXTS``."""
+    return 1 / CHANGED < step / again < CHANGED and 1 / CHANGED < in_context / again < 2 * CHANGED
 
 
 def _step(target: Target) -> float:

@@ -53,7 +53,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def visible_rule(causal: bool, window: int | None) -> Callable[..., Tensor]:
-    """Which key position a slot sees, on absolute positions (method.md 1.2; z-lab ``_attention_mask``)."""
+    """Which key position a slot sees, on absolute positions (z-lab/dflash 0.1.0, ``_attention_mask``)."""
 
     def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (key <= query) if causal else torch.ones_like(key <= query)

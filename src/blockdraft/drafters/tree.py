@@ -3,7 +3,7 @@
 DDTree (arXiv 2604.12989; liranringel/ddtree ``ddtree.py``): the slots of a block are predicted independently, so a prefix has
 the product of its slots' probabilities, the expected number of accepted tokens is the sum of these over the nodes of a tree,
 and the best tree of N nodes is the N most probable prefixes. Here the continuation that prompt lookup finds competes for the
-same nodes, and how many nodes and slots a round gets is decided by what they cost on this machine (``budget.py``).
+same nodes, and how many nodes and slots a round gets is decided by what they cost on this machine (``rules/budget.py``).
 """
 
 from collections.abc import Sequence

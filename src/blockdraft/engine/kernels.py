@@ -2,8 +2,8 @@
 
 ``attend.c``: attention of a few positions over rows of unlike lengths. SDPA reads every row up to the longest one's end, and is
 slow with a handful of queries. ``layers.c``: linear layers over a handful of rows in float32 (``linear.c``), and whole layers of a
-Llama-like model (``plain.py``). ``tree.c``: draft trees. Where there are none, or the shapes are others, torch computes the same,
-slower.
+Llama-like model (``plain.py``). ``tree.c``: draft trees. ``loss.c``: the loss of a training step and its gradient. Where there are
+none, or the shapes are others, torch computes the same, slower.
 """
 
 import ctypes
@@ -149,35 +149,39 @@ class Slots:
 
 
 class LossRows:
-    """Cross entropy, KL and their gradient for rows of logits ``[rows, words]``, float32, contiguous, on the CPU, in two readings.
+    """Cross entropy, KL and their gradient for rows of logits ``[rows, words]``, float32, contiguous, on the CPU.
 
     The offset is added to the logits in place; ``gradients`` overwrites the draft's.
 
     Args:
+        built: ``library()``.
         logits, teacher: the draft's and the target's; teacher None: cross entropy alone.
         offset: ``[words]`` float32 added to both, or None.
-        labels: ``[rows]`` int64 among the words.
+        labels: ``[rows]`` int64, places among the words.
 
     Attributes:
         entropy, divergence: ``[rows]`` float32; KL is 0 without a teacher.
         right: ``[rows]`` bool, whether the label was the best word before the offset.
+
+    Raises:
+        IndexError: a label that is none of the words.
+        RuntimeError: tensors of another kind.
     """
 
     def __init__(self, built: ctypes.CDLL, logits: Tensor, teacher: Tensor | None, offset: Tensor | None, labels: Tensor):
         self._built, self._logits, self._teacher, self._labels = built, logits, teacher, labels.contiguous()
-        rows = len(logits)
+        rows, words = logits.shape
+        for tensor in (x for x in (logits, teacher, offset) if x is not None):
+            if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.shape[-1] != words:
+                raise RuntimeError(f"{tensor.dtype} of {tuple(tensor.shape)} is not contiguous float32 over {words} words")
+        if labels.dtype != torch.int64 or (rows and not 0 <= int(labels.min()) <= int(labels.max()) < words):
+            raise IndexError(f"a label is not the place of one of {words} words")
         costs = torch.empty(4, rows, dtype=torch.float32, device="cpu")
         self.entropy, self.divergence, self._norm, self._teacher_norm = costs
         self.right = torch.empty(rows, dtype=torch.bool, device="cpu")
         self._sizes = [ctypes.c_int64(size) for size in logits.shape]
         given = (logits, teacher, offset, self._labels)
         built.loss_costs(*map(_address, given), *self._sizes, *map(_address, (*costs, self.right)))
-
-    @classmethod
-    def of(cls, logits: Tensor, teacher: Tensor | None, offset: Tensor | None, labels: Tensor) -> "LossRows | None":
-        """None where the kernel does not apply."""
-        built = library() if logits.device.type == "cpu" else None
-        return None if built is None else cls(built, logits, teacher, offset, labels)
 
     def gradients(self, hard: Tensor, soft: Tensor) -> Tensor:
         """``hard * d entropy + soft * d divergence`` by the logits, in their memory; the weights are ``[rows]`` float32."""
@@ -251,7 +255,7 @@ def _build() -> ctypes.CDLL | str:
 
 def kernel_digest() -> str:
     """Of the kernels' sources, flags and processor."""
-    text = "".join(Path(__file__).with_name(file).read_text() for file in ("linear.c", "attend.c", "tree.c", "loss.c", "layers.c"))
+    text = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.c")))
     return hashlib.sha256(f"{text}{FLAGS}{processor()}".encode()).hexdigest()[:16]
 
 

@@ -1,9 +1,9 @@
-// What a training step does to the logits of a head, in two readings of them: what each row costs, and the gradient of that.
-// Rows are independent; a row of a few thousand logits stays in the cache nearest to its core between its passes.
+// What a training step does to the logits of a head, in two calls: what each row costs, and the gradient of that. Rows are
+// independent; one of some thousand logits stays in a core's own cache while it is read several times.
 
 // exp(x) for x <= 0, as exp_of_negative, of several at once.
 static inline __attribute__((always_inline)) vec exp_of_negatives(vec x) {
-  const ints there = x >= every(-87.0f);
+  const ints there = ~(x < every(-87.0f));  // true of NaN, which must be seen
   const vec bounded = (vec)((there & (ints)x) | (~there & (ints)every(-87.0f)));
   const vec scaled = bounded * every(1.44269504f);
   const ints whole = __builtin_convertvector(scaled - every(0.5f), ints);  // towards zero: the nearest, since x is not positive

@@ -8,7 +8,7 @@ from blockdraft.rules.sampling import double, draw
 
 
 def follow(tokens: Sequence[int], parents: Sequence[int] | None, choose: Callable[[int, list[int]], int]) -> tuple[list[int], int]:
-    """Walk from the anchor while the target's own choice names a child (method.md 1.6 rule 1, section 4).
+    """Walk from the anchor while the target's own choice names a child (trees: arXiv 2604.12989).
 
     Exact for greedy and for sampled choices: every emitted token is the target's choice under the true prefix; the draft
     only decides how far one pass reaches.
@@ -42,7 +42,7 @@ def reject(
     accept_uniform: Callable[[int], float],
     residual_uniform: Callable[[int], float],
 ) -> tuple[list[int], int]:
-    """Speculative sampling of a chain (method.md 1.6 rule 2): accept d iff u * q(d) < p(d), else draw from (p - q)+.
+    """Speculative sampling of a chain (arXiv 2211.17192): accept d iff u * q(d) < p(d), else draw from (p - q)+.
 
     Args:
         tokens: the chain's candidates, candidate ``i`` drawn from ``draft_laws[i]``.

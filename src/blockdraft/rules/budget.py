@@ -1,9 +1,9 @@
 """Budget: how many slots to draft and how many candidates to verify, by what they cost here and what they brought lately.
 
 A round takes the time of one draft and one verification and brings the accepted tokens and one more. The expected number is the
-sum of the candidates' probabilities (arXiv 2604.12989), the times were measured on this machine (``probe.py``), and the best
-round is the one with the most expected tokens per second (the criterion of CAST, arXiv 2610.00321). The drafter's probabilities
-are corrected by what became of candidates of like probability before, and the times by how long rounds really took.
+sum of the candidates' probabilities (arXiv 2604.12989), the times were measured on this machine (``decoding/probe.py``), and the
+best round is the one with the most expected tokens per second (the criterion of CAST, arXiv 2610.00321). The drafter's
+probabilities are corrected by what became of candidates of like probability before, and the times by how long rounds really took.
 """
 
 import math

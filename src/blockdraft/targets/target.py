@@ -1,7 +1,7 @@
 """Target: any Hugging Face causal language model, as the decoding loop sees it.
 
 Four verbs: ``prefill`` a row, ``step`` one token per row, ``verify`` a proposal, ``commit`` the path that stands. The model's
-own modules compute; the cache, the mask and the attention are blockdraft's (``cache.py``, ``attention.py``).
+own modules compute; the cache, the mask and the attention are blockdraft's (``engine/cache.py``, ``engine/attention.py``).
 """
 
 import inspect
@@ -136,7 +136,7 @@ class Target:
     @property
     def kernels(self) -> str:
         """What of a pass over few tokens runs in blockdraft's own kernels: "layers", all as one call (``plain.py``); "operations",
-        attention and products one by one; "graphs", the model's own, recorded (``recorded.py``); or "none"."""
+        attention and products one by one; "graphs", the model's own, recorded (``engine/recorded.py``); or "none"."""
         if self._plain is not None:
             return "layers"
         if self.recorder.on:

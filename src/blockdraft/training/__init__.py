@@ -1,1 +1,1 @@
-"""Training drafters. Nothing outside this package imports it."""
+"""Training drafters. Nothing below this room knows it."""

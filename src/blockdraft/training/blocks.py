@@ -1,4 +1,4 @@
-"""Blocks: the module that is trained. All blocks of packed rows go through the drafter in one forward (method.md 1.5)."""
+"""Blocks: the module that is trained. All blocks of packed rows go through the drafter in one forward (arXiv 2602.06036, 4.2)."""
 
 from collections.abc import Callable
 

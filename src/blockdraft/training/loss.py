@@ -2,7 +2,7 @@
 
 The logits of all slots at a time would be the largest tensor of a training step by far. Here a chunk of blocks goes through the
 frozen head, its loss and the gradient of its hidden states are computed, and its logits are gone before the next chunk. On CPUs a
-kernel (``engine/loss.c``) reads a chunk's logits twice, while they are near; elsewhere autograd does the same.
+kernel (``engine/loss.c``) does it in two calls while a chunk's logits are near; elsewhere autograd does the same.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.engine.kernels import LossRows
+from blockdraft.engine.kernels import LossRows, library
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}  # of one chunk's float32 logits
 
@@ -248,21 +248,21 @@ def fused_loss(
     rule: LossRule,
     wanted: bool = True,
 ) -> Told | None:
-    """The same in two readings of the logits, where a kernel does them (CPUs; KL over all words, a frozen head); else None.
+    """The same while the logits are near, where a kernel does it (CPUs; KL over all words, a frozen head); else None.
 
     By the logits the gradient of cross entropy is ``p - label``, that of forward KL ``p - q``.
 
     Args:
         wanted: the gradient too.
     """
-    if rule.kl_top_k or theirs.offset is not words.offset:
+    built = library() if hidden.device.type == "cpu" else None
+    if built is None or rule.kl_top_k or theirs.offset is not words.offset:
         return None
+    assert teacher is not None or not rule.kl_weight
     logits = capped(words.logits(hidden), rule).flatten(0, 1)
     bent = None if rule.softcap is None else 1 - (logits / rule.softcap).square()  # how much the cap lets through
-    teaching = theirs.logits(teacher).flatten(0, 1) if rule.kl_weight and teacher is not None else None
-    rows = LossRows.of(logits, teaching, words.offset, words.index(labels).flatten())
-    if rows is None:
-        return None
+    teaching = theirs.logits(teacher).flatten(0, 1) if teacher is not None and rule.kl_weight else None
+    rows = LossRows(built, logits, teaching, words.offset, words.index(labels).flatten())
     entropy = rows.entropy.view(valid.shape)
     cost = rule.ce_weight * entropy + rule.kl_weight * rows.divergence.view(valid.shape)
     weights = slot_weights(entropy, valid, rule)

@@ -1,4 +1,4 @@
-"""Many blocks of packed rows in a single drafter forward: who sees whom (method.md 1.5)."""
+"""Many blocks of packed rows in a single drafter forward: who sees whom (arXiv 2602.06036, section 4.2)."""
 
 from collections.abc import Sequence
 
